@@ -1,0 +1,74 @@
+# Everything that a person does with this repository. `make help` lists it.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+RUN    := $(VENV)/.installed-run
+DEV    := $(VENV)/.installed-dev
+
+.DEFAULT_GOAL := help
+.PHONY: help demo demo-once test test-ui test-extra check fix docs lock run bench-accept bench-overhead bench clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
+
+# A venv without ensurepip (some distributions split it off) is filled by the outer pip.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit("Mediamill needs Python 3.11 or newer; set PYTHON=/path/to/python3") if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv $(VENV) || ($(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install --quiet pip)
+
+$(RUN): $(BIN)/python requirements/run.txt requirements/build.txt pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/run.txt -r requirements/build.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(DEV): $(RUN) requirements/dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/dev.txt
+	@touch $@
+
+demo: $(RUN)  ## start everything, process a photograph and a video, stay up until Ctrl-C
+	@$(BIN)/mediamill demo
+
+demo-once: $(RUN)  ## the same, then stop; writes demo-result.json, exits 0 only if all is ready and verified
+	@$(BIN)/mediamill demo --once
+
+run: $(RUN)  ## start the platform for development
+	@$(BIN)/mediamill up
+
+test: $(DEV)  ## the test suite (needs nothing but this)
+	$(BIN)/python -m pytest -n 2 -m "not browser and not extra and not soak"
+
+test-ui: $(DEV)  ## tests in a real browser
+	$(BIN)/python -m pytest -m browser || [ $$? -eq 5 ]
+
+test-extra: $(DEV)  ## tests that need npm clients, system tools or privileges
+	$(BIN)/python -m pytest -m extra || [ $$? -eq 5 ]
+
+check: $(DEV)  ## format, lint, types, import order, spelling
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/codespell src tests docs benchmarks README.md CONTRIBUTING.md SECURITY.md CHANGELOG.md
+
+fix: $(DEV)  ## format and repair what can be repaired
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: $(DEV)  ## write the generated tables into docs/reference
+	$(BIN)/python -m mediamill.reference docs/reference
+
+bench-accept: $(DEV)  ## accepting a job, against a bare durable INSERT
+	$(BIN)/python benchmarks/bench_accept.py
+
+bench-overhead: $(DEV)  ## one photograph and one clip, against the bare tools
+	$(BIN)/python benchmarks/bench_overhead.py
+
+bench: bench-accept bench-overhead  ## all benchmarks
+
+lock: $(DEV)  ## pin every requirement again, with hashes and without addresses
+	$(BIN)/uv pip compile -q --universal --python-version 3.11 pyproject.toml --extra embedded --extra tools --generate-hashes --no-emit-index-url --no-header -o requirements/run.txt
+	$(BIN)/uv pip compile -q --universal --python-version 3.11 requirements/build.in --generate-hashes --no-emit-index-url --no-header -o requirements/build.txt
+	$(BIN)/uv pip compile -q --universal --python-version 3.11 pyproject.toml --extra embedded --extra tools --group dev --generate-hashes --no-emit-index-url --no-header -o requirements/dev.txt
+
+clean:  ## remove the virtual environment and the demo's data
+	rm -rf $(VENV) .mediamill demo-result.json

@@ -1,0 +1,1 @@
+"""Mediamill: asynchronous media processing behind a durable queue."""
