@@ -172,12 +172,6 @@ class Code(Enum):
         "The worker died while it had this job, up to the limit.",
         "The file may crash a decoder. Look at the attempts; replay it after an update.",
     )
-    LEASE_EXPIRED = Row(
-        _T,
-        503,
-        "The worker stopped renewing its lease.",
-        "Nothing to do: the job is taken up again by itself.",
-    )
     STORAGE_UNAVAILABLE = Row(
         _T,
         503,

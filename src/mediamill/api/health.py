@@ -1,0 +1,70 @@
+"""Is it alive, can it work, what do its figures say."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, Final
+
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mediamill import db, installation
+from mediamill.api.services import json_response, services
+from mediamill.config import QUEUES
+from mediamill.observability import Metrics
+
+_SQL: Final = db.load("maintenance")
+_FRESH_SECONDS: Final = 5.0
+
+
+async def livez(_request: Request) -> Response:
+    """The process runs; nothing else is asked."""
+    return json_response({"status": "ok"})
+
+
+async def readyz(request: Request) -> Response:
+    """Requests can be served: the database answers with a schema that we know, and we are not leaving."""
+    here = services(request)
+    began = time.perf_counter()
+    checks: dict[str, Any] = {}
+    ready = not here.shutting_down.is_set()
+    if not ready:
+        checks["process"] = {"status": "shutting down"}
+    try:
+        async with asyncio.timeout(1), db.acquire(here.pool) as connection:
+            await db.check_schema(connection)
+        checks["database"] = {"status": "ok", "ms": round(1000 * (time.perf_counter() - began), 1)}
+    except (db.Unavailable, db.MigrationError) as error:
+        ready = False
+        checks["database"] = {"status": type(error).__name__}
+    body = {"status": "ok" if ready else "unavailable", "checks": checks}
+    return json_response(body, 200 if ready else 503, {"Cache-Control": "no-store"})
+
+
+async def metrics(request: Request) -> Response:
+    """Prometheus text. The database is asked at most every few seconds."""
+    found: Metrics = request.app.state.metrics
+    here = services(request)
+    now = time.monotonic()
+    if now - request.app.state.measured_at > _FRESH_SECONDS:
+        request.app.state.measured_at = now
+        async with db.acquire(here.pool) as connection:
+            await _measure(found, connection)
+    return Response(generate_latest(found.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+async def _measure(found: Metrics, connection: db.Connection) -> None:
+    figures = {row["queue"]: row for row in await connection.fetch(_SQL.queue_figures)}
+    slots = await installation.slots(connection)
+    for queue in QUEUES:
+        row = figures.get(queue)
+        found.queue_jobs.labels(queue, "queued").set(row["queued"] if row else 0)
+        found.queue_jobs.labels(queue, "processing").set(row["processing"] if row else 0)
+        found.oldest.labels(queue).set(row["oldest_seconds"] if row else 0)
+        found.slots.labels(queue).set(slots.get(queue, 0))
+    dead = await connection.fetchrow(_SQL.dead_letters)
+    assert dead is not None
+    found.dead_letters.set(dead["jobs"])
+    found.dead_letter_age.set(dead["oldest_seconds"])

@@ -1,0 +1,772 @@
+"""/v1/media: slots and uploads in, status and variants out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from datetime import UTC, datetime, timedelta
+from typing import Annotated, Any, Final, Literal, TypeVar
+from urllib.parse import quote
+from uuid import UUID
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.datastructures import FormData, UploadFile
+from starlette.formparsers import MultiPartException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message
+
+from mediamill import db, idempotency, ids, jobs, media, recipes, timeline, uploads, variants
+from mediamill.api.problems import pointers
+from mediamill.api.services import (
+    Services,
+    caller,
+    iso_time,
+    json_body,
+    json_response,
+    json_text,
+    known_parameters,
+    path_id,
+    services,
+    shown_error,
+)
+from mediamill.failures import Code, Refused
+from mediamill.idempotency import Answer
+from mediamill.keys import Caller
+from mediamill.sniff import sniff
+from mediamill.states import JobState, MediaState
+
+SCHEMA_VERSION: Final = 1
+_LIVE: Final = frozenset({MediaState.UPLOADED, MediaState.QUEUED, MediaState.PROCESSING})
+_FORM_OVERHEAD: Final = 1 << 20
+_SNIFF_BYTES: Final = 4096
+_COPY_BYTES: Final = 1 << 20
+
+router = APIRouter(tags=["media"])
+
+M = TypeVar("M", bound=BaseModel)
+Metadata = dict[Annotated[str, Field(max_length=64)], str | int | float | bool | None]
+
+
+class NewMedia(BaseModel):
+    """A file that the client wants to upload. `size` is exact: the signed address takes no other."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    schema_version: Literal[1] = 1
+    size: int = Field(ge=0, le=2**53, description="Exact size in bytes.")
+    content_type: str | None = Field(default=None, max_length=255, examples=["image/jpeg"])
+    filename: str | None = Field(default=None, max_length=1024)
+    sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+    recipe: str = Field(default="web", max_length=63)
+    recipe_version: int | None = Field(default=None, ge=1, description="Default: the newest.")
+    metadata: Metadata = Field(default_factory=dict, max_length=32)
+    ttl_seconds: float | None = Field(
+        default=None, gt=0, le=10 * 365 * 86400, description="Deleted this long after creation."
+    )
+
+    def wanted(self) -> uploads.Wanted:
+        return uploads.Wanted(**self.model_dump(exclude={"schema_version"}))
+
+
+class NewForm(BaseModel):
+    """The fields beside `file` in a multipart upload."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    recipe: str = Field(default="web", max_length=63)
+    recipe_version: int | None = Field(default=None, ge=1)
+    metadata: Metadata = Field(default_factory=dict, max_length=32)
+    sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+    ttl_seconds: float | None = Field(default=None, gt=0, le=10 * 365 * 86400)
+
+
+class Process(BaseModel):
+    """Process a media again, with the same or another recipe."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    schema_version: Literal[1] = 1
+    recipe: str | None = Field(default=None, max_length=63)
+    recipe_version: int | None = Field(default=None, ge=1)
+
+
+class Estimate(BaseModel):
+    p50_seconds: float | None
+    p90_seconds: float | None
+    basis: str
+
+
+class JobSummary(BaseModel):
+    id: str
+    state: str
+    queue: str
+    position: int | None = Field(description="1 is next; null when it does not wait.")
+    stage: str | None
+    attempt: int
+    max_attempts: int
+    run_at: datetime | None
+    estimate: Estimate | None
+
+
+class Variant(BaseModel):
+    name: str
+    content_type: str
+    bytes: int
+    sha256: str
+    width: int | None
+    height: int | None
+    duration_seconds: float | None
+    seconds: float | None
+    url: str
+    url_expires_at: datetime
+
+
+class Upload(BaseModel):
+    method: Literal["PUT"]
+    url: str
+    headers: dict[str, str]
+    expires_at: datetime
+
+
+class MediaBody(BaseModel):
+    """A media as the API shows it."""
+
+    schema_version: Literal[1]
+    id: str
+    state: MediaState
+    stage: str | None
+    progress: float | None = Field(description="0 to 100; null when unknown.")
+    kind: str | None
+    filename: str | None
+    content_type: str
+    detected_type: str | None
+    size: int
+    sha256: str | None
+    width: int | None
+    height: int | None
+    duration_seconds: float | None
+    info: dict[str, Any] | None
+    preview: dict[str, Any] | None
+    recipe: str
+    recipe_version: int
+    generation: int
+    metadata: dict[str, Any]
+    job: JobSummary | None
+    variants: list[Variant]
+    error: dict[str, Any] | None
+    poll_after_seconds: float | None
+    created_at: datetime
+    updated_at: datetime
+    expires_at: datetime | None
+    links: dict[str, str]
+
+
+class SlotBody(MediaBody):
+    upload: Upload
+
+
+async def create_media(request: Request) -> Response:
+    """Open an upload slot (JSON), or upload a small file in one request (multipart/form-data).
+
+    A slot answers 201 with a signed write-once `upload` request; a form answers 202: the file is
+    accepted and queued.
+    """
+    sender = await caller(request, "uploads:write")
+    known_parameters(request)
+    essence = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if essence == "multipart/form-data":
+        return await _upload_form(request, sender)
+    return await _open_slot(request, sender)
+
+
+async def _open_slot(request: Request, sender: Caller) -> Response:
+    here = services(request)
+    raw = await json_body(request)
+    wanted = _parse(NewMedia, raw).wanted()
+    key = _key(request, sender, idempotency.fingerprint("json", raw))
+
+    async with db.transaction(here.pool) as connection:
+
+        async def work() -> Answer:
+            slot = uploads.slot(here.settings, sender.tenant_id, wanted)
+            await media.open_slot(connection, slot)
+            signed = uploads.sign(here.storage, slot)
+            body = await _shown(here, connection, sender.tenant_id, slot.id)
+            body["upload"] = {
+                "method": signed.method,
+                "url": signed.url,
+                "headers": dict(signed.headers),
+                "expires_at": iso_time(signed.expires_at),
+            }
+            return Answer(201, json_text(body), _path(slot.id))
+
+        answer = await idempotency.once(
+            connection, key, keep_seconds=here.settings.idempotency_seconds, work=work
+        )
+    return _answered(answer)
+
+
+async def _upload_form(request: Request, sender: Caller) -> Response:
+    here = services(request)
+    _limit_form(request, here.settings.max_form_bytes)
+    try:
+        async with request.form(max_files=1, max_fields=16) as form:
+            file, fields = _form_parts(form)
+            return await _accept_form(request, here, sender, file, fields)
+    except MultiPartException as error:
+        raise Refused(Code.MALFORMED_REQUEST, error.message) from None
+
+
+async def _accept_form(
+    request: Request, here: Services, sender: Caller, file: UploadFile, fields: NewForm
+) -> Response:
+    size = file.size or 0
+    head = await file.read(_SNIFF_BYTES)
+    seen = sniff(head)
+    announced = file.content_type
+    wanted = uploads.Wanted(
+        size=size,
+        content_type=seen.type if seen and seen.kind in ("image", "video", "audio") else announced,
+        filename=file.filename,
+        **fields.model_dump(),
+    )
+    slot = uploads.slot(here.settings, sender.tenant_id, wanted)
+    receiver = await here.storage.receive(slot.upload_key)
+    settled = False
+    try:
+        digest = hashlib.sha256()
+        data = head
+        while data:
+            digest.update(data)
+            await receiver.write(data)
+            data = await file.read(_COPY_BYTES)
+        if wanted.sha256 is not None and digest.hexdigest() != wanted.sha256:
+            raise Refused(Code.CHECKSUM_MISMATCH)
+        # The boundary differs between repeats; what counts is the file and the fields.
+        key = _key(
+            request,
+            sender,
+            idempotency.fingerprint(
+                "form", digest.digest(), file.filename or "", fields.model_dump_json()
+            ),
+        )
+        stored = await receiver.commit()
+        async with db.transaction(here.pool) as connection:
+
+            async def work() -> Answer:
+                await media.open_slot(connection, slot)
+                await media.accept(
+                    connection,
+                    sender.tenant_id,
+                    slot.id,
+                    object_version=stored.version,
+                    kind=slot.kind,
+                    births=uploads.births(slot.kind),
+                    max_attempts=here.settings.max_attempts,
+                )
+                body = await _shown(here, connection, sender.tenant_id, slot.id)
+                return Answer(202, json_text(body), _path(slot.id))
+
+            answer = await idempotency.once(
+                connection, key, keep_seconds=here.settings.idempotency_seconds, work=work
+            )
+        settled = not answer.replayed
+    finally:
+        receiver.abort()
+        if not settled:
+            await here.storage.delete(slot.upload_key)
+    return _answered(answer)
+
+
+async def complete_media(request: Request) -> Response:
+    """Say that the upload is done: it is verified, accepted and queued. Safe to repeat.
+
+    202 while there is work ahead, 200 after it. 409 when the object is absent or differs from what
+    was announced: the slot stays open.
+    """
+    sender = await caller(request, "uploads:write")
+    here = services(request)
+    media_id = path_id(request, ids.MEDIA, "media_id")
+    async with db.transaction(here.pool) as connection:
+        first = await uploads.complete(
+            connection, here.storage, here.settings, sender.tenant_id, media_id
+        )
+        body = await _shown(here, connection, sender.tenant_id, media_id, joining=first)
+    status = 202 if body["state"] in _LIVE else 200
+    return json_response(body, status, _headers(body) | {"Location": _path(media_id)})
+
+
+async def read_media(request: Request) -> Response:
+    """The status of a media, with its variants and signed addresses once it is ready."""
+    sender = await caller(request, "media:read")
+    here = services(request)
+    media_id = path_id(request, ids.MEDIA, "media_id")
+    async with db.acquire(here.pool) as connection:
+        body = await _shown(here, connection, sender.tenant_id, media_id)
+    headers = _headers(body)
+    if headers["ETag"] in _etags(request):
+        del headers["Location"]
+        return Response(status_code=304, headers=headers)
+    del headers["Location"]
+    return json_response(body, 200, headers)
+
+
+async def list_media(request: Request) -> Response:
+    """Newest first. `state` takes several, separated by commas; `cursor` goes on where a page ended."""
+    sender = await caller(request, "media:read")
+    known_parameters(request, "limit", "cursor", "state")
+    here = services(request)
+    limit = _limit(request.query_params.get("limit"))
+    states = _states(request.query_params.get("state"))
+    before = _cursor(request.query_params.get("cursor"))
+    async with db.acquire(here.pool) as connection:
+        rows = await media.list_newest(
+            connection,
+            sender.tenant_id,
+            before=before,
+            states=states,
+            limit=limit + 1,
+        )
+    page, more = rows[:limit], len(rows) > limit
+    cursor = ids.encode("cur", page[-1]["id"]) if more else None
+    headers = {"Cache-Control": "private, no-cache"}
+    if cursor:
+        query = "&".join(
+            f"{name}={quote(value, safe=',')}"
+            for name, value in [*request.query_params.items()]
+            if name != "cursor"
+        )
+        headers["Link"] = f'</v1/media?{query and query + "&"}cursor={cursor}>; rel="next"'
+    body = {
+        "schema_version": SCHEMA_VERSION,
+        "data": [_listed(row) for row in page],
+        "next_cursor": cursor,
+    }
+    return json_response(body, 200, headers)
+
+
+async def read_timeline(request: Request) -> Response:
+    """Where the time went: exclusive segments that sum to the total, and one plain sentence."""
+    sender = await caller(request, "media:read")
+    here = services(request)
+    media_id = path_id(request, ids.MEDIA, "media_id")
+    async with db.acquire(here.pool) as connection:
+        row = await media.get(connection, sender.tenant_id, media_id)
+        if row is None:
+            raise Refused(Code.NOT_FOUND)
+        moves = await media.timeline(connection, sender.tenant_id, media_id)
+        main = await media.main_jobs(connection, sender.tenant_id, media_id)
+        now = await connection.fetchval("SELECT clock_timestamp()")
+    found = timeline.segments([dict(move) for move in moves], main_jobs=frozenset(main), now=now)
+    state = "deleted" if row["deleted_at"] else row["state"]
+    body = {
+        "schema_version": SCHEMA_VERSION,
+        "id": ids.encode(ids.MEDIA, media_id),
+        "state": state,
+        "total_seconds": round(sum(s.seconds for s in found), 6),
+        "sentence": timeline.sentence(found, state=state),
+        "segments": [
+            {
+                "name": s.name,
+                "start": iso_time(s.start),
+                "end": iso_time(s.end),
+                "seconds": round(s.seconds, 6),
+                "attempt": s.attempt,
+                "worker": s.worker,
+                "reason": s.detail,
+            }
+            for s in found
+        ],
+        "moves": [
+            {
+                "subject": m["subject"],
+                "job": m["job_id"] and ids.encode(ids.JOB, m["job_id"]),
+                "from": m["from_state"],
+                "to": m["to_state"],
+                "stage": m["stage"],
+                "at": iso_time(m["at"]),
+                "attempt": m["attempt"],
+                "worker": m["worker"],
+                "reason": m["code"],
+            }
+            for m in moves
+        ],
+    }
+    return json_response(body, 200, {"Cache-Control": "private, no-cache"})
+
+
+async def process_media(request: Request) -> Response:
+    """Process a media again under a new generation; what is published stays served meanwhile."""
+    sender = await caller(request, "media:write")
+    here = services(request)
+    media_id = path_id(request, ids.MEDIA, "media_id")
+    raw = await json_body(request)
+    wanted = _parse(Process, raw)
+    route = "/v1/media/{media_id}/process"
+    key = _key(request, sender, idempotency.fingerprint("json", str(media_id), raw), route=route)
+    async with db.transaction(here.pool) as connection:
+
+        async def work() -> Answer:
+            original = await media.original(connection, sender.tenant_id, media_id)
+            if original is None:
+                raise Refused(Code.NOT_FOUND)
+            if original.deleted_at is not None:
+                raise Refused(Code.GONE)
+            name = wanted.recipe or original.recipe
+            recipe = recipes.find(name, wanted.recipe_version)
+            if recipe is None:
+                raise Refused(
+                    Code.INVALID_REQUEST,
+                    f"There is no recipe {name!r} in that version.",
+                    errors=[{"pointer": "/recipe", "detail": "is not known"}],
+                )
+            generation = await media.reprocess(
+                connection,
+                sender.tenant_id,
+                media_id,
+                recipe=recipe.name,
+                recipe_version=recipe.version,
+                birth=uploads.births(original.kind)[0],
+                max_attempts=here.settings.max_attempts,
+            )
+            if generation is None:
+                raise Refused(
+                    Code.WRONG_STATE, f"It is {original.state}; it must be ready or failed."
+                )
+            body = await _shown(here, connection, sender.tenant_id, media_id)
+            return Answer(202, json_text(body), _path(media_id))
+
+        answer = await idempotency.once(
+            connection, key, keep_seconds=here.settings.idempotency_seconds, work=work
+        )
+    return _answered(answer)
+
+
+async def delete_media(request: Request) -> Response:
+    """Delete a media: its address answers 410 at once, its bytes are gone within seconds."""
+    sender = await caller(request, "media:delete")
+    here = services(request)
+    media_id = path_id(request, ids.MEDIA, "media_id")
+    async with db.transaction(here.pool) as connection:
+        original = await media.original(connection, sender.tenant_id, media_id)
+        if original is None:
+            raise Refused(Code.NOT_FOUND)
+        deleted = await uploads.delete(
+            connection, here.settings, sender.tenant_id, media_id, reason="requested"
+        )
+    if not deleted:
+        raise Refused(Code.GONE)
+    body = {
+        "schema_version": SCHEMA_VERSION,
+        "id": ids.encode(ids.MEDIA, media_id),
+        "deleted": True,
+    }
+    return json_response(body, 202, {"Location": _path(media_id)})
+
+
+async def read_variant(request: Request) -> Response:
+    """Redirect to the signed address of a variant in the set that is current now."""
+    sender = await caller(request, "media:read")
+    here = services(request)
+    media_id = path_id(request, ids.MEDIA, "media_id")
+    async with db.acquire(here.pool) as connection:
+        original = await media.original(connection, sender.tenant_id, media_id)
+        if original is None:
+            raise Refused(Code.NOT_FOUND)
+        if original.deleted_at is not None:
+            raise Refused(Code.GONE)
+        row = await variants.current(
+            connection,
+            sender.tenant_id,
+            media_id,
+            request.path_params["name"],
+        )
+    if row is None:
+        if original.state == MediaState.FAILED:
+            raise Refused(Code.WRONG_STATE, "It failed; there are no variants.")
+        raise Refused(Code.NOT_FOUND)
+    signed = here.storage.sign_get(row["key"], expires_at=_url_expiry(here))
+    return Response(status_code=307, headers={"Location": signed.url, "Cache-Control": "no-store"})
+
+
+async def _shown(
+    here: Services,
+    connection: db.Connection,
+    tenant_id: str,
+    media_id: UUID,
+    *,
+    joining: bool = False,
+) -> dict[str, Any]:
+    """The body of a media. Raises Refused(NOT_FOUND or GONE)."""
+    row = await media.get(connection, tenant_id, media_id)
+    if row is None:
+        raise Refused(Code.NOT_FOUND)
+    if row["deleted_at"] is not None:
+        raise Refused(Code.GONE)
+    job = await _job(here, connection, row, joining=joining)
+    live = row["state"] in _LIVE
+    expires_at = _url_expiry(here)
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "id": ids.encode(ids.MEDIA, row["id"]),
+        "state": row["state"],
+        "stage": row["stage"] if live else None,
+        "progress": _progress(row),
+        "kind": row["kind"],
+        "filename": row["filename"],
+        "content_type": row["content_type"],
+        "detected_type": row["detected_type"],
+        "size": row["size"],
+        "sha256": row["sha256"],
+        "width": row["width"],
+        "height": row["height"],
+        "duration_seconds": row["duration_seconds"],
+        "info": row["info"],
+        "preview": row["preview"],
+        "recipe": row["recipe"],
+        "recipe_version": row["recipe_version"],
+        "generation": row["generation"],
+        "metadata": row["metadata"],
+        "job": job,
+        "variants": [_variant(here, v, expires_at) for v in row["variants"]],
+        "error": shown_error(row["error"]),
+        "poll_after_seconds": _poll_after(job) if live else None,
+        "created_at": iso_time(row["created_at"]),
+        "updated_at": iso_time(row["state_at"]),
+        "expires_at": iso_time(row["expires_at"]),
+        "links": {
+            "self": _path(row["id"]),
+            "timeline": f"{_path(row['id'])}/timeline",
+            **({"job": f"/v1/jobs/{job['id']}"} if job else {}),
+        },
+        "version": row["version"],
+    }
+
+
+async def _job(
+    here: Services, connection: db.Connection, row: db.Row, *, joining: bool
+) -> dict[str, Any] | None:
+    if row["job_id"] is None:
+        return None
+    state = row["job_state"]
+    position = estimate = None
+    if state in (JobState.QUEUED, JobState.PROCESSING):
+        if state == JobState.QUEUED:
+            # A job that just joined stands at the end: that costs no count.
+            position = (
+                await here.forecaster.joined(row["queue"])
+                if joining
+                else 1 + await jobs.position(connection, row["tenant_id"], row["job_id"])
+            )
+        estimate = await here.forecaster.estimate(
+            kind=row["kind"] or "image",
+            recipe=row["recipe"],
+            queue=row["queue"],
+            ahead=(position or 1) - 1,
+            started_at=row["started_at"] if state == JobState.PROCESSING else None,
+            progress=row["progress"],
+            now=datetime.now(UTC),
+        )
+    return {
+        "id": ids.encode(ids.JOB, row["job_id"]),
+        "state": state,
+        "queue": row["queue"],
+        "position": position,
+        "stage": row["stage"],
+        "attempt": row["attempt"],
+        "max_attempts": row["max_attempts"],
+        "run_at": iso_time(row["run_at"]) if state == JobState.QUEUED else None,
+        "estimate": estimate and estimate.as_dict(),
+    }
+
+
+def _variant(here: Services, variant: dict[str, Any], expires_at: datetime) -> dict[str, Any]:
+    signed = here.storage.sign_get(variant["key"], expires_at=expires_at)
+    shown = {k: variant[k] for k in Variant.model_fields if k in variant}
+    return shown | {"url": signed.url, "url_expires_at": iso_time(expires_at)}
+
+
+def _listed(row: db.Row) -> dict[str, Any]:
+    return {
+        "id": ids.encode(ids.MEDIA, row["id"]),
+        "state": row["state"],
+        "kind": row["kind"],
+        "filename": row["filename"],
+        "content_type": row["content_type"],
+        "detected_type": row["detected_type"],
+        "size": row["size"],
+        "width": row["width"],
+        "height": row["height"],
+        "duration_seconds": row["duration_seconds"],
+        "recipe": row["recipe"],
+        "recipe_version": row["recipe_version"],
+        "generation": row["generation"],
+        "preview": row["preview"],
+        "error": shown_error(row["error"]),
+        "created_at": iso_time(row["created_at"]),
+        "updated_at": iso_time(row["state_at"]),
+        "expires_at": iso_time(row["expires_at"]),
+    }
+
+
+def _progress(row: db.Row) -> float | None:
+    if row["state"] == MediaState.READY:
+        return 100.0
+    return None if row["progress"] is None else round(row["progress"], 1)
+
+
+def _poll_after(job: dict[str, Any] | None) -> float:
+    """When asking again is worth it: soon for what is short, at most half a minute."""
+    estimate = job and job["estimate"]
+    left = estimate["p50_seconds"] if estimate else None
+    return 1.0 if left is None else min(max(round(left / 4), 1.0), 30.0)
+
+
+def _headers(body: dict[str, Any]) -> dict[str, str]:
+    headers = {
+        "ETag": f'W/"{body.pop("version")}"',
+        "Cache-Control": "private, no-cache",
+        "Location": body["links"]["self"],
+    }
+    if body["poll_after_seconds"] is not None:
+        headers["Retry-After"] = str(round(body["poll_after_seconds"]))
+    return headers
+
+
+def _answered(answer: Answer) -> Response:
+    body = json.loads(answer.body)
+    headers = _headers(body) | {"Location": answer.location}
+    if answer.status == 201:
+        headers["Cache-Control"] = "no-store"  # it holds a signed address
+    if answer.replayed:
+        headers["Idempotent-Replayed"] = "true"
+    return json_response(body, answer.status, headers)
+
+
+def _key(
+    request: Request, sender: Caller, fingerprint: bytes, *, route: str = "/v1/media"
+) -> idempotency.Key | None:
+    header = request.headers.get("idempotency-key")
+    if header is None:
+        return None
+    key = idempotency.parse(header)
+    return idempotency.Key(sender.tenant_id, request.method, route, key, fingerprint)
+
+
+def _parse(model: type[M], raw: bytes) -> M:
+    try:
+        return model.model_validate_json(raw)
+    except ValidationError as error:
+        faults = error.errors()
+        if any(fault["type"] == "json_invalid" for fault in faults):
+            raise Refused(Code.MALFORMED_REQUEST, "The body is not JSON.") from None
+        raise Refused(
+            Code.INVALID_REQUEST,
+            f"{len(faults)} field(s) are not valid.",
+            errors=pointers(faults),
+        ) from None
+
+
+def _limit_form(request: Request, most: int) -> None:
+    """Refuse a form that is too large, by its announced length or as it comes in."""
+    refused = Refused(
+        Code.PAYLOAD_TOO_LARGE,
+        f"A form takes files of up to {most:,} bytes; open a slot for larger ones.",
+        limit={"name": "form", "allowed": most, "seen": None, "unit": "bytes"},
+    )
+    announced = request.headers.get("content-length", "")
+    if announced.isdigit() and int(announced) > most + _FORM_OVERHEAD:
+        raise refused
+    seen = 0
+    receive = request._receive
+
+    async def counted() -> Message:
+        nonlocal seen
+        message = await receive()
+        seen += len(message.get("body", b""))
+        if seen > most + _FORM_OVERHEAD:
+            raise refused
+        return message
+
+    request._receive = counted
+
+
+def _form_parts(form: FormData) -> tuple[UploadFile, NewForm]:
+    file = form.get("file")
+    if not isinstance(file, UploadFile):
+        raise Refused(
+            Code.INVALID_REQUEST,
+            "The form needs a part named `file` with a file name.",
+            errors=[{"pointer": "/file", "detail": "is missing"}],
+        )
+    fields: dict[str, Any] = {name: value for name, value in form.items() if name != "file"}
+    try:
+        if "metadata" in fields:
+            fields["metadata"] = json.loads(fields["metadata"])
+        return file, NewForm.model_validate(fields)
+    except ValidationError as error:
+        raise Refused(
+            Code.INVALID_REQUEST, "The form is not valid.", errors=pointers(error.errors())
+        ) from None
+    except (ValueError, TypeError):
+        raise Refused(
+            Code.INVALID_REQUEST,
+            "`metadata` must be JSON.",
+            errors=[{"pointer": "/metadata", "detail": "must be a JSON object"}],
+        ) from None
+
+
+def _limit(text: str | None) -> int:
+    if text is None:
+        return 50
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise Refused(
+            Code.UNKNOWN_PARAMETER,
+            "limit must be a number from 1.",
+            errors=[{"parameter": "limit", "detail": "must be a number from 1"}],
+        )
+    return min(int(text), 200)
+
+
+def _states(text: str | None) -> list[str] | None:
+    if text is None:
+        return None
+    states = text.split(",")
+    unknown = [s for s in states if s not in set(MediaState)]
+    if unknown:
+        raise Refused(
+            Code.UNKNOWN_PARAMETER,
+            f"state takes {', '.join(MediaState)}.",
+            errors=[{"parameter": "state", "detail": f"{s!r} is no state"} for s in unknown],
+        )
+    return states
+
+
+def _cursor(text: str | None) -> UUID | None:
+    if text is None:
+        return None
+    position = ids.decode("cur", text)
+    if position is None:
+        raise Refused(
+            Code.UNKNOWN_PARAMETER,
+            "The cursor is not one that this list gave out.",
+            errors=[{"parameter": "cursor", "detail": "is not valid"}],
+        )
+    return position
+
+
+def _etags(request: Request) -> set[str]:
+    return {tag.strip() for tag in request.headers.get("if-none-match", "").split(",")}
+
+
+def _url_expiry(here: Services) -> datetime:
+    """Rounded up to the minute, so that one response's addresses, and repeats, are the same."""
+    ttl = here.settings.read_url_ttl_seconds
+    now = datetime.now(UTC).replace(second=0, microsecond=0)
+    return now + timedelta(seconds=ttl, minutes=1)
+
+
+def _path(media_id: UUID) -> str:
+    return f"/v1/media/{ids.encode(ids.MEDIA, media_id)}"

@@ -1,0 +1,123 @@
+"""/storage: the local storage, played towards clients as an object store would.
+
+A signed address is the only way in or out. What is served has the type and hash of the manifest, never
+what the disk or the uploader says.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Final
+from urllib.parse import quote
+
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+
+from mediamill import db, signing, storage, variants
+from mediamill.api.services import services
+from mediamill.failures import Code, Refused
+from mediamill.storage import AlreadyStored
+
+_WRITE_BYTES: Final = 1 << 20
+# What is served cannot run script, frame, or sniff its way into another type.
+_SAFE_HEADERS: Final = {
+    "X-Content-Type-Options": "nosniff",
+    "Content-Security-Policy": "default-src 'none'; sandbox",
+    "Cross-Origin-Resource-Policy": "cross-origin",
+    "Referrer-Policy": "no-referrer",
+    "Access-Control-Allow-Origin": "*",
+    "Access-Control-Expose-Headers": "ETag, Content-Range, Accept-Ranges",
+}
+
+
+async def put_object(request: Request) -> Response:
+    """Take in one object: the exact key, type and length that were signed, once."""
+    here = services(request)
+    key = request.path_params["key"]
+    length = request.headers.get("content-length")
+    if length is None:
+        raise Refused(Code.LENGTH_REQUIRED)
+    size = int(length) if length.isascii() and length.isdigit() and len(length) < 17 else -1
+    content_type = request.headers.get("content-type", "")
+    _verify(request, signing.Grant("PUT", key, _expires(request), content_type, size))
+    try:
+        receiver = await here.storage.receive(key)
+    except AlreadyStored:
+        raise Refused(Code.ALREADY_WRITTEN) from None
+    try:
+        buffer = bytearray()
+        async for chunk in request.stream():
+            buffer += chunk
+            if receiver.written + len(buffer) > size:
+                raise Refused(Code.SIGNATURE_INVALID, "More bytes came than were announced.")
+            if len(buffer) >= _WRITE_BYTES:
+                await receiver.write(bytes(buffer))
+                buffer.clear()
+        await receiver.write(bytes(buffer))
+        if receiver.written != size:
+            raise Refused(Code.MALFORMED_REQUEST, "The upload ended before its announced length.")
+        stored = await receiver.commit()
+    except AlreadyStored:
+        raise Refused(Code.ALREADY_WRITTEN) from None
+    finally:
+        receiver.abort()
+    return Response(status_code=200, headers={"ETag": f'"{stored.version}"'})
+
+
+async def get_object(request: Request) -> Response:
+    """Serve one published object, with Range, to the holder of a signed address."""
+    here = services(request)
+    key = request.path_params["key"]
+    _verify(request, signing.Grant("GET", key, _expires(request)))
+    if not key.startswith(f"{storage.MEDIA}/"):
+        raise Refused(Code.NOT_FOUND)
+    async with db.acquire(here.pool) as connection:
+        row = await variants.by_key(connection, key)
+    path = here.storage.path(key)
+    try:
+        stat = os.stat(path)
+    except FileNotFoundError:
+        row = None
+    if row is None:
+        raise Refused(Code.NOT_FOUND)
+    etag = f'"{row["sha256"]}"'
+    headers = {
+        **_SAFE_HEADERS,
+        "ETag": etag,
+        # The key names the content, so a copy never goes stale; but only the holder may keep it.
+        "Cache-Control": "private, max-age=31536000, immutable",
+        "Content-Disposition": f"inline; filename*=UTF-8''{quote(row['name'], safe='')}",
+    }
+    if etag in request.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers=headers)
+    return FileResponse(path, 200, headers, row["content_type"], stat_result=stat)
+
+
+async def preflight(request: Request) -> Response:
+    """Browsers ask before they PUT from another origin; the signature is what protects."""
+    return Response(
+        status_code=204,
+        headers={
+            "Access-Control-Allow-Origin": "*",
+            "Access-Control-Allow-Methods": "PUT, GET, HEAD",
+            "Access-Control-Allow-Headers": "content-type, range, if-none-match",
+            "Access-Control-Max-Age": "7200",
+        },
+    )
+
+
+def _expires(request: Request) -> int:
+    text = request.query_params.get("expires", "")
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 12 else 0
+
+
+def _verify(request: Request, grant: signing.Grant) -> None:
+    query = request.query_params
+    signing.verify(
+        services(request).installation.keyring,
+        grant,
+        key_id=query.get("key_id", ""),
+        signature=query.get("signature", ""),
+        now=time.time(),
+    )

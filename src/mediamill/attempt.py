@@ -1,0 +1,469 @@
+"""One run of a job by this process: what its handler sees, how it ends, what it leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import structlog
+
+from mediamill import db, handlers, jobs, media, recipes, retry, variants
+from mediamill.config import Settings
+from mediamill.failures import Code, Failure, LeaseLost, Problem, Verdict
+from mediamill.handlers import Done, Outcome, Reroute
+from mediamill.image_pool import ImagePool
+from mediamill.jobs import Claim
+from mediamill.lease import Leases, Stop
+from mediamill.media import Description, Original
+from mediamill.recipes import Recipe
+from mediamill.sandbox import Jail, Sandbox
+from mediamill.storage import Storage
+from mediamill.tools import Command, Finished, ProcessGroups, Toolbox
+from mediamill.tools import run as run_tool
+
+log = structlog.get_logger()
+T = TypeVar("T")
+
+RELEASED: Final = "released"
+_OUTAGE_SECONDS: Final = 20.0  # a longer one ends the attempt through its lease
+_LOG_TAIL: Final = 8192
+_PROGRESS_SECONDS: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What every attempt of a worker shares."""
+
+    settings: Settings
+    pool: db.Pool
+    storage: Storage
+    toolbox: Toolbox
+    sandbox: Sandbox
+    groups: ProcessGroups
+    images: ImagePool
+    leases: Leases
+    handlers: Mapping[str, handlers.Handler]
+
+
+@dataclass(frozen=True, slots=True)
+class LaidOut:
+    """A `Done` whose objects lie under their published keys; the manifest is still to be written."""
+
+    done: Done
+    set_id: str
+    prefix: str
+    items: Sequence[variants.Item]
+
+
+Ending = Outcome | LaidOut | Failure | Stop | str
+"""How the work of an attempt ended, before it is settled."""
+
+
+def owner(claim: Claim) -> str:
+    """The name under which an attempt's processes are known."""
+    return f"{claim.id}.{claim.fence}"
+
+
+class Attempt:
+    """The `Work` of one claim. `run` never raises; whatever happens is settled or left to the lease."""
+
+    def __init__(self, means: Means, claim: Claim, scratch: Path) -> None:
+        self._means = means
+        self._scratch = scratch
+        self._stopped: Stop | str | None = None
+        self._task: asyncio.Task[Outcome | LaidOut] | None = None
+        self._stage = ""
+        self._percent = 0.0
+        self._written_at = 0.0
+        self._writing: asyncio.Task[None] | None = None
+        self._fetched: Path | None = None
+        self._original: Original | None = None
+        self._recipe: Recipe | None = None
+        self._commands: list[dict[str, Any]] = []
+        self._log: list[str] = []
+        self.claim = claim
+        self.log = log.bind(
+            job_id=claim.public_id, kind=claim.kind, attempt=claim.attempt, fence=claim.fence
+        )
+
+    # How the worker sees it.
+
+    def stop(self, why: Stop | str) -> None:
+        """End it as soon as possible. The first reason holds, but losing the lease overrides."""
+        if self._stopped is None or why in (Stop.LOST, Stop.UNRENEWED):
+            self._stopped = why
+        if self._task is not None:
+            self._task.cancel()
+
+    async def run(self) -> None:
+        began = time.monotonic()
+        self.log.info("attempt_started")
+        try:
+            outcome = await self._work()
+            await self._settle(outcome)
+            self.log.info(
+                "attempt_ended",
+                outcome=outcome if isinstance(outcome, str) else type(outcome).__name__,
+                seconds=round(time.monotonic() - began, 3),
+            )
+        except LeaseLost:
+            self.log.warning("attempt_lost")
+        except Exception:
+            # The row stays as it is; the lease runs out and the job is taken up again.
+            self.log.exception("attempt_unsettled")
+        finally:
+            self._means.leases.release(self.claim)
+            await self._clean_up()
+
+    async def _work(self) -> Ending:
+        """The handler's outcome, the failure it met, or why it was stopped."""
+        self._task = asyncio.create_task(self._handle())
+        if self._stopped is not None:  # stopped before the task existed
+            self._task.cancel()
+        try:
+            return await self._task
+        except asyncio.CancelledError:
+            if self._stopped is None:  # this coroutine itself was canceled
+                self._task.cancel()
+                raise
+            return self._stopped
+        except LeaseLost:
+            return Stop.LOST
+        except Failure as failure:
+            # A tool that was killed because of a stop may report a failure first.
+            return self._stopped or failure
+        except db.Unavailable:
+            return self._stopped or Failure(Code.DATABASE_UNAVAILABLE)
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                return self._stopped or Failure(Code.SCRATCH_FULL)
+            self.log.exception("handler_failed")
+            return self._stopped or Failure(Code.INTERNAL)
+
+    async def _handle(self) -> Outcome | LaidOut:
+        handler = self._means.handlers.get(self.claim.kind)
+        if handler is None:
+            raise Failure(
+                Code.CAPABILITY_MISSING, f"No worker here does jobs of kind {self.claim.kind!r}."
+            )
+        await asyncio.to_thread(self.out.mkdir, parents=True)
+        if self.claim.media_id is not None:
+            await self._load()
+        outcome = await handler(self)
+        if isinstance(outcome, Done) and outcome.outputs:
+            return await self._publish(outcome)
+        return outcome
+
+    async def _load(self) -> None:
+        assert self.claim.media_id is not None
+        media_id = self.claim.media_id
+        original = await self._outlast(
+            lambda pool: media.original(pool, self.claim.tenant_id, media_id)
+        )
+        if original is None or original.deleted_at is not None:
+            raise Failure(Code.SOURCE_MISSING, "The media was deleted.")
+        recipe = recipes.find(self.claim.recipe or "", self.claim.recipe_version)
+        if recipe is None:
+            raise Failure(
+                Code.CAPABILITY_MISSING,
+                f"This worker does not know recipe {self.claim.recipe} "
+                f"version {self.claim.recipe_version}.",
+            )
+        self._original, self._recipe = original, recipe
+
+    # How its handler sees it: see handlers.Work.
+
+    @property
+    def original(self) -> Original:
+        assert self._original is not None
+        return self._original
+
+    @property
+    def recipe(self) -> Recipe:
+        assert self._recipe is not None
+        return self._recipe
+
+    @property
+    def settings(self) -> Settings:
+        return self._means.settings
+
+    @property
+    def out(self) -> Path:
+        return self._scratch / "out"
+
+    async def enter(self, stage: str) -> None:
+        self._stage = stage
+        await self._outlast(lambda pool: jobs.enter_stage(pool, self.claim, stage))
+
+    def progress(self, percent: float) -> None:
+        self._percent = max(self._percent, min(percent, 100.0))
+        now = time.monotonic()
+        idle = self._writing is None or self._writing.done()
+        if idle and now - self._written_at >= _PROGRESS_SECONDS:
+            self._written_at = now
+            self._writing = asyncio.create_task(self._write_progress())
+
+    async def _write_progress(self) -> None:
+        try:
+            async with db.acquire(self._means.pool) as connection:
+                await jobs.advance(connection, self.claim, self._stage, self._percent)
+        except LeaseLost:
+            self.stop(Stop.LOST)
+        except db.Unavailable:
+            pass  # the next one tells more anyway
+
+    async def fetch(self) -> Path:
+        if self._fetched is None:
+            folder = self._scratch / "in"
+            await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
+            path = folder / "original"
+            original = self.original
+            if original.object_version is None:
+                raise Failure(Code.SOURCE_MISSING)
+            digest = await self._means.storage.fetch(
+                original.upload_key, original.object_version, path
+            )
+            if original.sha256 is not None and original.sha256 != digest:
+                raise Failure(Code.CHECKSUM_MISMATCH)
+            if original.sha256 is None and self.claim.role == "main":
+                await self.describe(Description(sha256=digest))
+            self._fetched = path
+        return self._fetched
+
+    async def describe(self, found: Description) -> None:
+        await self._outlast(lambda pool: media.describe(pool, self.claim, found))
+
+    async def show_preview(self, preview: Mapping[str, Any], found: Description) -> None:
+        await self._outlast(lambda pool: media.show_preview(pool, self.claim, dict(preview), found))
+
+    async def run_tool(
+        self,
+        command: Command,
+        jail: Jail,
+        *,
+        on_line: Callable[[str], None] | None = None,
+        stall_seconds: float | None = None,
+    ) -> Finished:
+        finished = await run_tool(
+            command,
+            jail=jail,
+            toolbox=self._means.toolbox,
+            sandbox=self._means.sandbox,
+            on_line=on_line,
+            registry=self._means.groups,
+            owner=owner(self.claim),
+            stall_seconds=stall_seconds,
+        )
+        self._remember(command, finished)
+        return finished
+
+    def _remember(self, command: Command, finished: Finished) -> None:
+        self._commands.append(
+            {
+                "label": command.label,
+                "command": [command.tool, *command.args],
+                "exit": finished.returncode,
+                "stopped_for": finished.stopped_for,
+                "wall_seconds": round(finished.wall_seconds, 3),
+                "cpu_seconds": round(finished.cpu_seconds, 3),
+                "max_rss_bytes": finished.max_rss_bytes,
+            }
+        )
+        if finished.stderr_tail.strip():
+            self._log.append(f"[{command.label}]\n{finished.stderr_tail.strip()}")
+
+    async def imaging(
+        self, request: Mapping[str, Any], fds: Sequence[int], *, wall_seconds: float
+    ) -> dict[str, Any]:
+        began = time.monotonic()
+        try:
+            return await self._means.images.request(
+                dict(request),
+                fds,
+                wall_seconds=wall_seconds,
+                owner=owner(self.claim),
+                tenant=self.claim.tenant_id,
+            )
+        finally:
+            self._commands.append(
+                {
+                    "label": request["op"],
+                    "command": ["imaging", request["op"]],
+                    "wall_seconds": round(time.monotonic() - began, 3),
+                }
+            )
+
+    # How it ends.
+
+    async def _publish(self, done: Done) -> LaidOut:
+        """Stage the outputs and lay out the set; what is left for `_settle` is one transaction."""
+        await self.enter("publish")
+        items = await variants.measure(done.outputs)
+        set_id = variants.set_id(items)
+        claim = self.claim
+        assert claim.media_id is not None
+        assert claim.recipe is not None
+        assert claim.recipe_version is not None
+        prefix = variants.set_prefix(
+            claim.tenant_id, claim.media_id, claim.recipe, claim.recipe_version, set_id
+        )
+        await variants.stage(self._means.storage, claim, items)
+        await self._outlast(lambda pool: variants.reserve(pool, claim, set_id))
+        await variants.lay_out(self._means.storage, claim, prefix, items)
+        return LaidOut(done, set_id, prefix, items)
+
+    async def _settle(self, outcome: Ending) -> None:
+        if self._writing is not None:
+            with suppress(asyncio.CancelledError, Exception):
+                await self._writing
+        match outcome:
+            case Stop.LOST | Stop.UNRENEWED:
+                raise LeaseLost
+            case _:
+                await db.outlast(lambda: self._commit(outcome), seconds=_OUTAGE_SECONDS)
+
+    async def _commit(self, outcome: Ending) -> None:
+        """Everything that the end of the attempt changes, in one transaction that checks the fence."""
+        settings, claim = self._means.settings, self.claim
+        keep = settings.job_retention_seconds
+        async with db.transaction(self._means.pool) as connection:
+            match outcome:
+                case LaidOut():
+                    await jobs.complete(
+                        connection,
+                        claim,
+                        dict(outcome.done.result) | {"set": outcome.set_id},
+                        retention_seconds=keep,
+                        record=self._record(),
+                    )
+                    await variants.record(
+                        connection, claim, outcome.set_id, outcome.prefix, outcome.items
+                    )
+                    await media.publish(
+                        connection,
+                        claim,
+                        set_id=outcome.set_id,
+                        superseded_seconds=settings.superseded_set_seconds,
+                    )
+                case Done():
+                    await jobs.complete(
+                        connection,
+                        claim,
+                        dict(outcome.result),
+                        retention_seconds=keep,
+                        record=self._record(),
+                    )
+                case Reroute():
+                    await jobs.requeue(
+                        connection,
+                        claim,
+                        reason="rerouted",
+                        outcome="rerouted",
+                        give_back_attempt=True,
+                        to_queue=outcome.queue,
+                        to_kind=outcome.kind,
+                        record=self._record(),
+                    )
+                    for birth in outcome.births:
+                        assert claim.media_id is not None
+                        await media.add_job(
+                            connection,
+                            claim.tenant_id,
+                            claim.media_id,
+                            birth,
+                            max_attempts=settings.max_attempts,
+                        )
+                case Failure():
+                    await settle_failure(
+                        connection, settings, claim, outcome.problem, record=self._record()
+                    )
+                case Stop.CANCELED:
+                    await jobs.settle_canceled(
+                        connection, claim, retention_seconds=keep, record=self._record()
+                    )
+                case _:
+                    await jobs.requeue(
+                        connection,
+                        claim,
+                        reason=RELEASED,
+                        outcome=RELEASED,
+                        give_back_attempt=True,
+                        record=self._record(),
+                    )
+
+    def _record(self) -> jobs.Record:
+        tail = "\n".join(self._log).replace("\x00", "�")[-_LOG_TAIL:]
+        return jobs.Record(tail or None, self._commands or None)
+
+    async def _clean_up(self) -> None:
+        self._means.groups.kill(owner(self.claim))
+        self._means.groups.forget(owner(self.claim))
+        await asyncio.to_thread(shutil.rmtree, self._scratch, ignore_errors=True)
+        try:
+            await self._means.storage.delete(variants.stage_prefix(self.claim))
+        except Failure:
+            self.log.warning("staging_left")  # the sweep finds it
+
+    async def _outlast(self, work: Callable[[db.Connection], Any]) -> Any:
+        """Run a short statement on the pool, through an outage that our lease can survive."""
+
+        async def once() -> Any:
+            async with db.acquire(self._means.pool) as connection:
+                return await work(connection)
+
+        return await db.outlast(once, seconds=_OUTAGE_SECONDS)
+
+
+async def settle_failure(
+    connection: db.Connection,
+    settings: Settings,
+    claim: Claim,
+    problem: Problem,
+    *,
+    outcome: str | None = None,
+    record: jobs.Record = jobs.NO_RECORD,
+) -> retry.Decision:
+    """Retry, fail or bury a job whose attempt failed, in the caller's transaction. Raises LeaseLost."""
+    verdict = problem.code.verdict
+    crash, resource = verdict is Verdict.CRASH, verdict is Verdict.RESOURCE
+    decision = retry.decide(
+        verdict,
+        attempt=claim.attempt,
+        max_attempts=claim.max_attempts,
+        crashes=claim.crashes + crash,
+        max_crashes=settings.max_crashes,
+        resource_failures=claim.resource_failures + resource,
+    )
+    match decision:
+        case retry.Retry():
+            await jobs.requeue(
+                connection,
+                claim,
+                reason=problem.code.code,
+                outcome=outcome or "retried",
+                problem=problem,
+                delay_seconds=decision.delay_seconds,
+                crash=crash,
+                resource=resource,
+                record=record,
+            )
+        case retry.Fail():
+            await jobs.fail(
+                connection,
+                claim,
+                problem,
+                dead_letter=decision.dead_letter,
+                retention_seconds=settings.job_retention_seconds,
+                crash=crash,
+                resource=resource,
+                outcome=outcome or "failed",
+                record=record,
+            )
+    return decision

@@ -1,0 +1,220 @@
+"""The command line. Data goes to stdout, talk to stderr."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import click
+
+from mediamill import __version__, config
+from mediamill.config import ConfigError, Settings
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="mediamill")
+def main() -> None:
+    """Asynchronous media processing behind a durable queue."""
+
+
+def _settings(**flags: Any) -> Settings:
+    try:
+        return config.load(**flags)
+    except ConfigError as error:
+        raise click.ClickException(str(error)) from None
+
+
+def _serve(service: str, settings: Settings, run: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+    """Run one process of the platform; a start that cannot work ends with a sentence."""
+    from mediamill import db, observability, storage
+    from mediamill.failures import Failure
+    from mediamill.processes import SandboxTooWeak
+
+    observability.configure_logs(service, level=settings.log_level)
+    known = (
+        db.MigrationError,
+        db.Unavailable,
+        storage.StorageRefused,
+        SandboxTooWeak,
+        Failure,
+        OSError,
+    )
+    try:
+        with _runner() as runner:
+            runner.run(run())
+    except known as error:
+        raise click.ClickException(str(error)) from None
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _runner() -> asyncio.Runner:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.Runner()
+    return asyncio.Runner(loop_factory=uvloop.new_event_loop)
+
+
+@main.command()
+@click.option("--host", help="Address to listen on.")
+@click.option("--port", type=int, help="Port to listen on; 0 takes a free one.")
+@click.option("--slots", help="Slots of the worker, such as image=4,video=1.")
+@click.option("--data-dir", type=click.Path(file_okay=False), help="Where everything local lives.")
+def up(**flags: Any) -> None:
+    """Start everything on this machine, with an embedded PostgreSQL unless MEDIAMILL_DATABASE_URL is set."""
+    from mediamill import up as platform
+
+    sys.exit(platform.run(_settings(**flags)))
+
+
+@main.command()
+@click.option("--once", is_flag=True, help="Stop after the demonstration; write demo-result.json.")
+@click.option("--port", type=int, help="Port to listen on.")
+def demo(once: bool, port: int | None) -> None:
+    """Start everything, process a photograph and a video, and show what came out."""
+    from mediamill import demo as demonstration
+
+    sys.exit(demonstration.run(_settings(port=port), once=once))
+
+
+@main.command()
+@click.option("--host", help="Address to listen on.")
+@click.option("--port", type=int, help="Port to listen on.")
+def api(**flags: Any) -> None:
+    """Serve the HTTP API."""
+    from mediamill import processes
+
+    settings = _settings(**flags)
+    _serve("api", settings, lambda: processes.serve_api(settings))
+
+
+@main.command()
+@click.option("--slots", help="Slots per queue, such as image=4,video=1.")
+def worker(**flags: Any) -> None:
+    """Work on jobs; SIGTERM finishes or hands back what runs."""
+    from mediamill import processes
+
+    settings = _settings(**flags)
+    _serve("worker", settings, lambda: processes.serve_worker(settings))
+
+
+@main.command()
+def migrate() -> None:
+    """Bring the database schema up to date."""
+    from mediamill import processes
+
+    settings = _settings()
+
+    async def run() -> None:
+        for step in await processes.migrate(settings):
+            click.echo(f"applied {step.version:04d} {step.name}")
+
+    _serve("migrate", settings, run)
+
+
+@main.command()
+def doctor() -> None:
+    """Check what this machine can do, and say what to mend. Exits 1 if something must be."""
+    from mediamill import doctor as checks
+
+    sys.exit(asyncio.run(checks.run(_settings())))
+
+
+@main.group()
+def keys() -> None:
+    """API keys."""
+
+
+@keys.command("create")
+@click.option("--tenant", default="default", show_default=True)
+@click.option("--name", default="command line", show_default=True, help="What it is for.")
+@click.option("--scope", "scopes", multiple=True, default=("admin",), show_default=True)
+@click.option("--ttl-seconds", type=float, help="Refused after this many seconds.")
+def keys_create(tenant: str, name: str, scopes: tuple[str, ...], ttl_seconds: float | None) -> None:
+    """Make an API key and print it, once."""
+
+    async def run(connection: Any) -> None:
+        from mediamill import installation, keys
+
+        installed = await installation.identify(connection)
+        try:
+            key = await keys.create(
+                connection,
+                installed.pepper,
+                tenant_id=tenant,
+                name=name,
+                scopes=scopes,
+                ttl_seconds=ttl_seconds,
+            )
+        except ValueError as error:
+            raise click.ClickException(str(error)) from None
+        click.echo(key)
+
+    _with_database(run)
+
+
+@keys.command("list")
+@click.option("--tenant", default="default", show_default=True)
+def keys_list(tenant: str) -> None:
+    """List a tenant's API keys; the keys themselves are not kept."""
+
+    async def run(connection: Any) -> None:
+        from mediamill import keys
+
+        for row in await keys.list_of(connection, tenant):
+            state = "revoked" if row["revoked_at"] else "active"
+            click.echo(
+                f"{row['id']}  …{row['last4']}  {state:8}  {','.join(row['scopes'])}  {row['name']}"
+            )
+
+    _with_database(run)
+
+
+@keys.command("revoke")
+@click.argument("key_id")
+@click.option("--tenant", default="default", show_default=True)
+def keys_revoke(key_id: str, tenant: str) -> None:
+    """Refuse a key from now on."""
+
+    async def run(connection: Any) -> None:
+        from mediamill import keys
+
+        if not await keys.revoke(connection, tenant, key_id):
+            raise click.ClickException(f"There is no active key {key_id} of tenant {tenant}.")
+
+    _with_database(run)
+
+
+def _with_database(run: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
+    """Run against the configured database, or the embedded one of the data folder."""
+    settings = _settings()
+
+    async def connected(dsn: str) -> None:
+        from mediamill import db
+
+        connection = await db.connect(dsn, application="mediamill cli")
+        try:
+            await db.check_schema(connection)
+            await run(connection)
+        finally:
+            await connection.close()
+
+    from mediamill import db, embedded
+
+    try:
+        if settings.database_url is not None:
+            asyncio.run(connected(settings.database_url))
+            return
+        server = embedded.Embedded(
+            settings.data_dir / "postgres", bin_dir=settings.postgres_bin_dir
+        )
+        dsn = server.start()
+        try:
+            asyncio.run(connected(dsn))
+        finally:
+            server.close()
+    except (db.MigrationError, db.Unavailable, embedded.EmbeddedError, OSError) as error:
+        raise click.ClickException(str(error)) from None

@@ -1,0 +1,216 @@
+"""Every setting in one frozen object; nothing else in the package reads the environment.
+
+`config.default.toml` lists each setting with its default and what it means.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+QUEUES: Final = ("image", "video", "audio", "default", "webhook", "maintenance")
+"""The closed set of queues; a slot of one never serves another."""
+
+
+class ConfigError(Exception):
+    """The configuration cannot be used; the message names the setting and what it takes."""
+
+
+class Settings(BaseSettings):
+    """The effective settings of one process."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="MEDIAMILL_", frozen=True, extra="forbid", validate_default=False
+    )
+
+    data_dir: Path = Field()
+    database_url: str | None = None
+    postgres_bin_dir: Path | None = None
+    host: str = Field()
+    port: int = Field(ge=0, le=65535)
+    public_url: str | None = None
+    database_pool_size: int = Field(ge=2, le=200)
+    slots: str | None = None
+    drain_seconds: float = Field(ge=0)
+    lease_seconds: float = Field(gt=0)
+    beat_seconds: float = Field(gt=0)
+    self_stop_seconds: float = Field(gt=0)
+    sweep_seconds: float = Field(gt=0)
+    max_attempts: int = Field(ge=1, le=100)
+    max_crashes: int = Field(ge=1, le=100)
+    upload_ttl_seconds: int = Field(ge=10, le=3600 * 24 * 7)
+    read_url_ttl_seconds: int = Field(ge=10, le=3600 * 24 * 7)
+    max_image_bytes: int = Field(ge=1)
+    max_video_bytes: int = Field(ge=1)
+    max_audio_bytes: int = Field(ge=1)
+    max_form_bytes: int = Field(ge=1)
+    max_pixels: int = Field(ge=1)
+    max_side: int = Field(ge=1)
+    max_frames: int = Field(ge=1)
+    max_total_pixels: int = Field(ge=1)
+    max_interlaced_pixels: int = Field(ge=1)
+    max_duration_seconds: float = Field(gt=0)
+    max_streams: int = Field(ge=1)
+    max_frame_rate: float = Field(gt=0)
+    image_memory_bytes: int = Field(ge=64 << 20)
+    tool_memory_bytes: int = Field(ge=64 << 20)
+    time_limit_factor: float = Field(gt=0)
+    ffmpeg: str | None = None
+    ffprobe: str | None = None
+    sandbox: Literal["strong", "limits"] = Field()
+    media_ttl_seconds: int | None = Field(default=None, ge=1)
+    job_retention_seconds: int = Field(ge=1)
+    superseded_set_seconds: int = Field(ge=1)
+    idempotency_seconds: int = Field(ge=60)
+    log_level: Literal["debug", "info", "warning", "error"] = Field()
+
+    @field_validator("data_dir")
+    @classmethod
+    def _absolute(cls, value: Path) -> Path:
+        return value.expanduser().absolute()
+
+    @field_validator("public_url")
+    @classmethod
+    def _no_trailing_slash(cls, value: str | None) -> str | None:
+        return value.rstrip("/") if value else value
+
+    @model_validator(mode="after")
+    def _lease_order(self) -> Settings:
+        if not self.beat_seconds < self.self_stop_seconds < self.lease_seconds:
+            raise ValueError("beat_seconds < self_stop_seconds < lease_seconds must hold")
+        if self.superseded_set_seconds < self.read_url_ttl_seconds:
+            raise ValueError("superseded_set_seconds must not be below read_url_ttl_seconds")
+        parse_slots(self.slots)
+        return self
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (
+            init_settings,
+            env_settings,
+            InitSettingsSource(settings_cls, _operator_file()),
+            InitSettingsSource(settings_cls, dict(defaults())),
+        )
+
+    @property
+    def base_url(self) -> str:
+        """The address that clients use, without a trailing slash."""
+        return self.public_url or f"http://{self.host}:{self.port}"
+
+    @property
+    def objects_dir(self) -> Path:
+        return self.data_dir / "objects"
+
+    @property
+    def scratch_dir(self) -> Path:
+        return self.data_dir / "scratch"
+
+    @property
+    def logs_dir(self) -> Path:
+        return self.data_dir / "logs"
+
+    def max_bytes(self, kind: str) -> int:
+        """The largest file taken for this kind of media."""
+        match kind:
+            case "image":
+                return self.max_image_bytes
+            case "audio":
+                return self.max_audio_bytes
+            case _:
+                return self.max_video_bytes
+
+
+def load(**flags: Any) -> Settings:
+    """Read and check the settings. Flags that are None count as not given.
+
+    Raises ConfigError, which names every setting at fault.
+    """
+    _refuse_unknown_variables()
+    given = {name: value for name, value in flags.items() if value is not None}
+    try:
+        return Settings(**given)
+    except ValidationError as error:
+        lines = [
+            f"{'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg']}" for e in error.errors()
+        ]
+        raise ConfigError("; ".join(lines)) from None
+
+
+def parse_slots(text: str | None) -> dict[str, int]:
+    """`image=4,video=1` as a mapping; None gives the defaults for this machine.
+
+    Raises ValueError for an unknown queue or a number below 0.
+    """
+    if text is None:
+        return {
+            "image": os.cpu_count() or 1,
+            "video": 1,
+            "audio": 1,
+            "default": 1,
+            "maintenance": 1,
+        }
+    slots: dict[str, int] = {}
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        queue, _, number = part.partition("=")
+        if queue not in QUEUES:
+            raise ValueError(f"slots: {queue!r} is no queue; the queues are {', '.join(QUEUES)}")
+        if not number.isdigit():
+            raise ValueError(f"slots: {part!r} should read {queue}=NUMBER")
+        slots[queue] = int(number)
+    return {queue: number for queue, number in slots.items() if number > 0}
+
+
+@cache
+def defaults() -> dict[str, Any]:
+    """The shipped defaults, by setting."""
+    text = resources.files("mediamill").joinpath("config.default.toml").read_text("utf-8")
+    return tomllib.loads(text)
+
+
+def _operator_file() -> dict[str, Any]:
+    path = os.environ.get("MEDIAMILL_CONFIG")
+    if not path:
+        return {}
+    try:
+        return tomllib.loads(Path(path).read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"MEDIAMILL_CONFIG: cannot read {path}: {error.strerror}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"MEDIAMILL_CONFIG: {path} is not valid TOML: {error}") from None
+
+
+# Variables with our prefix that are not settings.
+_OTHER_VARIABLES: Final = frozenset(
+    {"MEDIAMILL_CONFIG", "MEDIAMILL_FAILPOINT", "MEDIAMILL_URL", "MEDIAMILL_API_KEY"}
+)
+
+
+def _refuse_unknown_variables() -> None:
+    """A misspelt variable is an error, with the nearest name, and not silently ignored."""
+    from difflib import get_close_matches
+
+    known = {f"MEDIAMILL_{name.upper()}" for name in Settings.model_fields} | _OTHER_VARIABLES
+    for name in os.environ:
+        if name.startswith("MEDIAMILL_") and name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"{name} is not a setting{hint}")

@@ -1,0 +1,101 @@
+"""How outputs are made: one module per kind of media, all against the same small interface.
+
+A handler is given `Work`, the attempt as it may see it, and returns an outcome. It knows nothing of
+HTTP, SQL, leases or storage; it raises Failure when the work cannot be done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from mediamill.config import Settings
+from mediamill.jobs import Birth, Claim
+from mediamill.media import Description, Original
+from mediamill.recipes import Recipe
+from mediamill.sandbox import Jail
+from mediamill.tools import Command, Finished
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A finished and verified file in the attempt's scratch. Sizes in pixels, as shown."""
+
+    name: str
+    path: Path
+    content_type: str
+    width: int | None = None
+    height: int | None = None
+    duration_seconds: float | None = None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The work is complete: publish these outputs as one set."""
+
+    outputs: tuple[Output, ...] = ()
+    result: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Reroute:
+    """The original is of another kind than announced: another queue and handler must do it."""
+
+    kind: str
+    queue: str
+    births: tuple[Birth, ...] = ()
+
+
+Outcome = Done | Reroute
+
+
+class Work(Protocol):
+    """One attempt, as far as a handler may see and steer it. Every method may raise LeaseLost."""
+
+    @property
+    def claim(self) -> Claim: ...
+    @property
+    def original(self) -> Original: ...
+    @property
+    def recipe(self) -> Recipe: ...
+    @property
+    def settings(self) -> Settings: ...
+    @property
+    def out(self) -> Path:
+        """The folder that tools may write to; emptied with the attempt."""
+
+    async def enter(self, stage: str) -> None:
+        """A stage of the work begins (an open vocabulary)."""
+
+    def progress(self, percent: float) -> None:
+        """How far the whole attempt is, 0 to 100. Cheap to call often."""
+
+    async def fetch(self) -> Path:
+        """The original, pinned to its accepted version, in a folder that no tool can write to."""
+
+    async def describe(self, found: Description) -> None:
+        """Show what is known about the original, at once."""
+
+    async def show_preview(self, preview: Mapping[str, Any], found: Description) -> None:
+        """Show the placeholder, at once."""
+
+    async def run_tool(
+        self,
+        command: Command,
+        jail: Jail,
+        *,
+        on_line: Callable[[str], None] | None = None,
+        stall_seconds: float | None = None,
+    ) -> Finished:
+        """Run a tool in the sandbox. Its command and last words are kept with the attempt."""
+
+    async def imaging(
+        self, request: Mapping[str, Any], fds: Sequence[int], *, wall_seconds: float
+    ) -> dict[str, Any]:
+        """Ask a warm image process. Raises the Failure that it answers."""
+
+
+Handler = Callable[[Work], Awaitable[Outcome]]

@@ -1,0 +1,158 @@
+"""The loop of the image child. See the package for the protocol."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import resource
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from mediamill.failures import Code, Failure, Refused
+from mediamill.imaging import wire
+
+if TYPE_CHECKING:
+    from mediamill.imaging.complaints import Complaints
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="mediamill.imaging")
+    parser.add_argument("--fd", type=int, required=True, help="the socket to the worker")
+    parser.add_argument("--concurrency", type=int, default=1, help="threads for one picture")
+    options = parser.parse_args(arguments)
+    complaints = _set_up(options.concurrency)
+    with socket.socket(fileno=options.fd) as connection:
+        while (received := wire.receive_request(connection)) is not None:
+            request, fds = received
+            try:
+                answer = _answer(request, fds, complaints)
+            finally:
+                wire.close_all(fds)
+            connection.sendall(wire.pack(answer, limit=wire.MAX_ANSWER_BYTES))
+    return 0
+
+
+def _set_up(concurrency: int) -> Complaints:
+    """Put libvips into the state that hostile files are met in, and load it."""
+    _tame_malloc()
+    os.environ["VIPS_CONCURRENCY"] = str(max(1, concurrency))
+    os.environ["VIPS_BLOCK_UNTRUSTED"] = "1"
+    # No scratch files: the jail has no place for them, and limits on pixels are set for memory.
+    # libvips knows k, m and g only, and takes any other unit for bytes.
+    os.environ["VIPS_DISC_THRESHOLD"] = "1024g"
+    import pyvips
+
+    from mediamill.imaging.complaints import Complaints
+
+    # Nothing of a picture may outlive its request, and a cache by name or content would.
+    pyvips.cache_set_max(0)
+    pyvips.block_untrusted_set(True)
+    pyvips.operation_block_set("VipsForeignLoad", True)
+    for loader in ("Jpeg", "Png", "Webp", "Nsgif", "Tiff", "Heif"):
+        pyvips.operation_block_set(f"VipsForeignLoad{loader}", False)
+    complaints = Complaints()
+    complaints.listen()
+    return complaints
+
+
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
+
+
+def _tame_malloc() -> None:
+    """Give large buffers back to the system when they are freed. glibc would learn to keep them,
+    and a process that serves hundreds of pictures would grow by every odd one."""
+    with suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+        libc.mallopt(_M_ARENA_MAX, 2)
+
+
+def _answer(request: dict[str, Any], fds: list[int], complaints: Complaints) -> dict[str, Any]:
+    """Do what is asked, and put every way it can end into an answer."""
+    complaints.lines.clear()
+    began, cpu = time.perf_counter(), time.process_time()
+    try:
+        answer = _do(request, fds, complaints)
+    except (Failure, Refused) as error:
+        problem = error.problem
+        answer = {
+            "failure": {
+                "code": problem.code.code,
+                "detail": problem.detail,
+                "limit": problem.limit,
+            }
+        }
+    except MemoryError:
+        answer = {"failure": {"code": Code.MEMORY_LIMIT.code, "detail": "", "limit": None}}
+    except Exception:
+        sys.stderr.write(traceback.format_exc())
+        sys.stderr.flush()
+        answer = {"failure": {"code": Code.TOOL_FAILED.code, "detail": "", "limit": None}}
+    answer["log"] = list(complaints.lines)
+    answer["seconds"] = round(time.perf_counter() - began, 4)
+    answer["cpu_seconds"] = round(time.process_time() - cpu, 4)
+    return answer
+
+
+def _do(request: dict[str, Any], fds: list[int], complaints: Complaints) -> dict[str, Any]:
+    operation = request.get("op")
+    if operation == "hello":
+        return _hello()
+    if not fds:
+        raise Refused(Code.INVALID_REQUEST, "a request needs its input as a descriptor")
+    from mediamill.imaging import decode, make, preview, verify
+    from mediamill.imaging.facts import Limits
+
+    if operation == "verify":
+        return verify.verify(decode.mapped(fds[0]), request, complaints)
+    limits = Limits.of(request.get("limits") or {})
+    picture = decode.open_picture(fds[0], limits, complaints)
+    answer = picture.facts.as_answer()
+    match operation:
+        case "inspect":
+            pass
+        case "preview":
+            answer["preview"] = preview.preview(picture, None, complaints)
+        case "make":
+            outputs = [make.Output.of(wanted) for wanted in request.get("outputs") or ()]
+            if not all(0 < output.fd_index < len(fds) for output in outputs):
+                raise Refused(Code.INVALID_REQUEST, "fd_index names no descriptor")
+            answer["outputs"], decoded = make.make(
+                picture,
+                outputs,
+                fds,
+                keep_animation=request.get("animation", "first") == "keep",
+                limits=limits,
+                complaints=complaints,
+            )
+            if request.get("preview"):
+                answer["preview"] = preview.preview(picture, decoded, complaints)
+        case _:
+            raise Refused(Code.INVALID_REQUEST, "no such operation")
+    answer["warnings"] = list(dict.fromkeys(picture.warnings))
+    return answer
+
+
+def _hello() -> dict[str, Any]:
+    import pyvips
+
+    from mediamill.imaging import decode
+    from mediamill.imaging.geometry import MAX_SIDE
+
+    return {
+        "ready": True,
+        "libvips": ".".join(str(pyvips.version(part)) for part in range(3)),
+        "reads": list(decode.FORMATS),
+        "writes": sorted(MAX_SIDE),
+        "max_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

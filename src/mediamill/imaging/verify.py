@@ -1,0 +1,68 @@
+"""The check of one of our own outputs before anyone sees it: it is of the planned format and size,
+it decodes to the last row, and nothing is written in it beside the pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mediamill.failures import Code, Failure
+from mediamill.imaging import Data, color, structure
+from mediamill.imaging.complaints import Complaints, decoding
+from mediamill.imaging.decode import full_frames
+from mediamill.sniff import sniff
+
+
+def verify(data: Data, wanted: Mapping[str, Any], complaints: Complaints) -> dict[str, Any]:
+    """Raise `output_invalid` unless the file is what was planned and clean."""
+    sniffed = sniff(data[:4096], len(data))
+    if sniffed is None or sniffed.format != wanted["format"]:
+        raise _invalid(f"It is not a {wanted['format']} file.")
+    try:
+        seen = structure.read(sniffed.format, data)
+        with decoding(complaints):
+            image = full_frames(sniffed.format, data, seen.frames)
+            mean = image.avg()
+    except Failure as failure:
+        if failure.code in (Code.MEMORY_LIMIT, Code.OUTPUT_LIMIT):
+            raise
+        raise _invalid(
+            f"It does not decode ({failure.problem.detail or failure.code.code})."
+        ) from failure
+    pages = seen.frames
+    found = {
+        "width": image.width,
+        "height": image.height // pages,
+        "pages": pages,
+        "has_alpha": bool(image.hasalpha()),
+    }
+    if pages > 1:
+        found["duration_ms"] = sum(seen.delays_ms)
+    for name, value in found.items():
+        if not _as_planned(name, value, wanted.get(name)):
+            raise _invalid(f"{name} is {value}, planned was {wanted[name]}.")
+    _check_clean(seen)
+    return {"ok": True, **found, "mean": round(mean, 3), "metadata": sorted(seen.metadata)}
+
+
+def _as_planned(name: str, value: int, planned: Any) -> bool:
+    if planned is None:
+        return True
+    if name == "pages":
+        # Encoders merge equal frames of an animation; its time stays.
+        return bool(value == planned or 1 <= value < planned)
+    if name == "duration_ms":
+        return bool(abs(value - planned) <= 10)
+    return bool(value == planned)
+
+
+def _check_clean(seen: structure.Structure) -> None:
+    beside = set(seen.metadata)
+    if "icc" in beside and (color.profile_description(seen.profile) or "").startswith("sRGB"):
+        beside.discard("icc")
+    if beside:
+        raise _invalid(f"It carries {', '.join(sorted(beside))}.")
+
+
+def _invalid(detail: str) -> Failure:
+    return Failure(Code.OUTPUT_INVALID, detail)

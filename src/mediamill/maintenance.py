@@ -1,0 +1,242 @@
+"""The periodic duties. However many processes run them, each duty runs once at a time.
+
+A duty is a function of a connection that holds the duty's lock; it does a bounded amount and returns how
+much it did. All decisions are made on database time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final
+from uuid import UUID
+
+import asyncpg
+import structlog
+
+from mediamill import db, jobs, media, queue, storage, uploads, variants
+from mediamill.attempt import settle_failure
+from mediamill.config import QUEUES, Settings
+from mediamill.failures import Code, LeaseLost, Problem
+from mediamill.jobs import Claim
+from mediamill.storage import Storage
+from mediamill.storage.local import LocalStorage
+
+log = structlog.get_logger()
+
+_SQL: Final = db.load("maintenance")
+_LOCK_BASE: Final = 0x6D6D_0000
+_BATCH: Final = 100
+_OWN_GAP_SECONDS: Final = 3.0
+# A due job that no worker had a free slot for keeps its ticket; only a missing one is an orphan.
+_ORPHAN_SECONDS: Final = 5.0
+_SLOT_GRACE_SECONDS: Final = 10.0
+_INCOMING_SECONDS: Final = 24 * 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Duty:
+    """A named duty and how often it is looked at. `number` is its lock."""
+
+    number: int
+    name: str
+    every_seconds: float
+    work: Callable[[db.Connection], Awaitable[int]]
+
+
+class Maintenance:
+    """All duties of one process."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        pool: db.Pool,
+        store: Storage,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings = settings
+        self._pool = pool
+        self._store = store
+        self._clock = clock
+        self._swept_at: float | None = None
+        self._hold_until = 0.0
+        self.duties = (
+            Duty(1, "rescue", settings.sweep_seconds, self.rescue),
+            Duty(2, "republish", 5.0, self.republish),
+            Duty(3, "close_slots", 5.0, self.close_slots),
+            Duty(4, "expire_media", 5.0, self.expire_media),
+            Duty(5, "erase", 1.0, self.erase),
+            Duty(6, "sweep_sets", 30.0, self.sweep_sets),
+            Duty(7, "sweep_staging", 30.0, self.sweep_staging),
+            Duty(8, "forget", 60.0, self.forget),
+        )
+
+    async def run(self) -> None:
+        """Run every duty at its pace until canceled."""
+        async with asyncio.TaskGroup() as group:
+            for duty in self.duties:
+                group.create_task(self._repeat(duty))
+
+    async def _repeat(self, duty: Duty) -> None:
+        while True:
+            try:
+                done = await self.once(duty)
+                if done:
+                    log.info("duty_done", duty=duty.name, count=done)
+            except (db.Unavailable, asyncpg.PostgresError) as error:
+                log.warning("duty_failed", duty=duty.name, error=type(error).__name__)
+            except Exception:
+                log.exception("duty_failed", duty=duty.name)
+            await asyncio.sleep(duty.every_seconds * random.uniform(0.9, 1.1))  # noqa: S311
+
+    async def once(self, duty: Duty) -> int:
+        """Run a duty now unless another process is at it; returns how much it did."""
+        async with db.transaction(self._pool) as connection:
+            if not await connection.fetchval(_SQL.lock, _LOCK_BASE + duty.number):
+                return 0
+            return await duty.work(connection)
+
+    async def rescue(self, connection: db.Connection) -> int:
+        """Jobs whose lease ran out: queued again with a fresh ticket, or buried.
+
+        Holds off for one lease after an outage of the server or of this process, so that the workers
+        that live can renew first.
+        """
+        now = self._clock()
+        gap = 0.0 if self._swept_at is None else now - self._swept_at
+        self._swept_at = now
+        age: float = await connection.fetchval(_SQL.server_age)
+        if (
+            age < self._settings.lease_seconds
+            or gap > self._settings.sweep_seconds + _OWN_GAP_SECONDS
+        ):
+            self._hold_until = now + self._settings.lease_seconds
+        if now < self._hold_until:
+            return 0
+        rescued = 0
+        for row in await connection.fetch(_SQL.expired_leases, _BATCH):
+            values = dict(row)
+            worker, canceled = values.pop("worker"), values.pop("cancel_requested")
+            claim = Claim(**values)
+            try:
+                if canceled:
+                    await jobs.settle_canceled(
+                        connection, claim, retention_seconds=self._settings.job_retention_seconds
+                    )
+                else:
+                    problem = Problem(Code.WORKER_CRASHED)
+                    await settle_failure(connection, self._settings, claim, problem, outcome="lost")
+            except LeaseLost:  # it was renewed or settled before we had its row
+                continue
+            rescued += 1
+            log.warning("lease_expired", job_id=claim.public_id, worker=worker, fence=claim.fence)
+        return rescued
+
+    async def republish(self, connection: db.Connection) -> int:
+        """Due jobs without a waiting ticket get a new one."""
+        rows = await connection.fetch(
+            _SQL.orphans, list(QUEUES), timedelta(seconds=_ORPHAN_SECONDS), _BATCH
+        )
+        tickets = [
+            queue.Ticket(row["queue"], row["tenant_id"], row["id"], row["priority"]) for row in rows
+        ]
+        await queue.publish(connection, tickets)
+        return len(tickets)
+
+    async def close_slots(self, connection: db.Connection) -> int:
+        """Slots past their time: accepted after all if the bytes are there, else expired."""
+        rows = await connection.fetch(
+            _SQL.closed_slots, timedelta(seconds=_SLOT_GRACE_SECONDS), _BATCH
+        )
+        for row in rows:
+            stored = await self._store.stat(row["upload_key"])
+            if stored is not None and stored.size == row["size"] > 0:
+                await media.accept(
+                    connection,
+                    row["tenant_id"],
+                    row["id"],
+                    object_version=stored.version,
+                    kind=row["kind"],
+                    births=uploads.births(row["kind"]),
+                    max_attempts=self._settings.max_attempts,
+                )
+            else:
+                await media.expire(connection, row["tenant_id"], row["id"])
+        return len(rows)
+
+    async def expire_media(self, connection: db.Connection) -> int:
+        """Media past their time are deleted as by request."""
+        rows = await connection.fetch(_SQL.expired_media, _BATCH)
+        for row in rows:
+            await uploads.delete(
+                connection, self._settings, row["tenant_id"], row["id"], reason="expired"
+            )
+        return len(rows)
+
+    async def erase(self, connection: db.Connection) -> int:
+        """Remove the bytes of deleted media; the row stays until they are gone."""
+        rows = await connection.fetch(_SQL.erasable, _BATCH)
+        for row in rows:
+            await self._store.delete(uploads.prefix(row["tenant_id"], row["media_id"]))
+            await self._store.delete(variants.media_prefix(row["tenant_id"], row["media_id"]))
+            await connection.fetchval(_SQL.erased, row["tenant_id"], row["media_id"])
+        return len(rows)
+
+    async def sweep_sets(self, connection: db.Connection) -> int:
+        """Remove sets that were replaced long ago, or were never published."""
+        rows = await connection.fetch(_SQL.expired_sets, _BATCH)
+        for row in rows:
+            # The row goes first and keeps a new attempt at the same set waiting until we commit.
+            await connection.execute(_SQL.forget_set, *row.values())
+            await self._store.delete(variants.set_prefix(*row.values()))
+        return len(rows)
+
+    async def sweep_staging(self, connection: db.Connection) -> int:
+        """Remove what attempts staged that are no longer at work."""
+        staged = [
+            (tenant, name)
+            for tenant in await self._store.list(storage.STAGE)
+            for name in await self._store.list(f"{storage.STAGE}/{tenant}")
+        ]
+        parsed = [(tenant, *_staged(name)) for tenant, name in staged]
+        rows = await connection.fetch(
+            _SQL.staging_holders,
+            [tenant for tenant, _, _ in parsed],
+            [job_id for _, job_id, _ in parsed],
+            [fence for _, _, fence in parsed],
+        )
+        at_work = {(row["id"], row["fence"]) for row in rows}
+        swept = 0
+        for (tenant, name), (_, job_id, fence) in zip(staged, parsed, strict=True):
+            if (job_id, fence) not in at_work:
+                swept += await self._store.delete(f"{storage.STAGE}/{tenant}/{name}")
+        if isinstance(self._store, LocalStorage):
+            swept += await asyncio.to_thread(
+                self._store.sweep_incoming,
+                older_than_seconds=_INCOMING_SECONDS,
+                now=time.time(),
+            )
+        return swept
+
+    async def forget(self, connection: db.Connection) -> int:
+        """Ended jobs, events and idempotency keys past their retention."""
+        await connection.execute(_SQL.forget_jobs, 1000)
+        retention = timedelta(seconds=self._settings.job_retention_seconds)
+        await connection.execute(_SQL.forget_events, retention, 1000)
+        await connection.execute(_SQL.forget_keys)
+        await queue.prune(connection)
+        return 0
+
+
+def _staged(name: str) -> tuple[UUID, int]:
+    """The job and fence that a staging folder names; a foreign name is nobody's."""
+    job_id, _, fence = name.partition(".")
+    try:
+        return UUID(job_id), int(fence)
+    except ValueError:
+        return UUID(int=0), -1

@@ -1,0 +1,385 @@
+"""What is it: the commands that ask ffprobe and ffmpeg about a file, and how their answers are read.
+
+Pure: nothing here starts a program. Every command reads an open file (`fd:`) and nothing else, and takes
+only containers that cannot name other files.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Final
+
+from mediamill.config import Settings
+from mediamill.failures import Code, Failure, limit_exceeded
+
+# Demuxers that read one self-contained file. Playlists, concat scripts, SDP and pictures are not here.
+CONTAINERS: Final = (
+    "mov,matroska,webm,avi,mpegts,mpeg,mpegvideo,flv,asf,ogg,mp3,wav,w64,flac,aac,aiff,amr,caf,rm"
+)
+INPUT_GUARD: Final = ("-protocol_whitelist", "fd", "-format_whitelist", CONTAINERS)
+_MAX_PIXELS: Final = 16384 * 8192
+
+_HDR: Final = {"smpte2084": "pq", "arib-std-b67": "hlg"}
+_TYPES: Final = {  # ffmpeg's name of a container: media type with and without a moving picture
+    "matroska,webm": ("video/x-matroska", "audio/x-matroska"),
+    "mov,mp4,m4a,3gp,3g2,mj2": ("video/mp4", "audio/mp4"),
+    "avi": ("video/x-msvideo", "video/x-msvideo"),
+    "mpegts": ("video/mp2t", "video/mp2t"),
+    "mpeg": ("video/mpeg", "video/mpeg"),
+    "flv": ("video/x-flv", "audio/x-flv"),
+    "asf": ("video/x-ms-asf", "audio/x-ms-wma"),
+    "ogg": ("video/ogg", "audio/ogg"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class VideoStream:
+    """The moving picture. `width` and `height` are as shown: after rotation, with square pixels."""
+
+    index: int
+    codec: str
+    width: int
+    height: int
+    stored_width: int
+    stored_height: int
+    rotation: int
+    frame_rate: Fraction | None
+    pixel_format: str
+    interlaced: bool
+    hdr: str | None
+    """`pq` or `hlg`."""
+    has_alpha: bool
+    frames: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class AudioStream:
+    index: int
+    codec: str
+    channels: int
+    sample_rate: int
+
+
+@dataclass(frozen=True, slots=True)
+class MediaInfo:
+    """A container and what matters in it. Durations in seconds; None where the file does not say."""
+
+    container: str
+    duration_seconds: float | None
+    start_seconds: float
+    video: VideoStream | None
+    audio: AudioStream | None
+    streams: int
+    subtitles: tuple[str, ...]
+    cover_art: bool
+
+    @property
+    def kind(self) -> str:
+        return "video" if self.video else "audio"
+
+    def as_dict(self) -> dict[str, Any]:
+        """What the API shows as `info`."""
+        shown: dict[str, Any] = {
+            "container": self.container,
+            "streams": self.streams,
+            "has_audio": self.audio is not None,
+            "has_video": self.video is not None,
+            "subtitles": list(self.subtitles),
+            "cover_art": self.cover_art,
+        }
+        if self.video is not None:
+            rate = self.video.frame_rate
+            shown |= {
+                "video_codec": self.video.codec,
+                "frame_rate": f"{rate.numerator}/{rate.denominator}" if rate else None,
+                "pixel_format": self.video.pixel_format,
+                "interlaced": self.video.interlaced,
+                "rotation": self.video.rotation,
+                "hdr": self.video.hdr is not None,
+                "hdr_format": self.video.hdr,
+                "has_alpha": self.video.has_alpha,
+                "stored_width": self.video.stored_width,
+                "stored_height": self.video.stored_height,
+            }
+        if self.audio is not None:
+            shown |= {
+                "audio_codec": self.audio.codec,
+                "audio_channels": self.audio.channels,
+                "audio_sample_rate": self.audio.sample_rate,
+            }
+        return shown
+
+
+def ffprobe_args() -> tuple[str, ...]:
+    """ffprobe on descriptor 0: container and streams as JSON."""
+    return (
+        "-hide_banner",
+        "-loglevel",
+        "warning",
+        *INPUT_GUARD,
+        "-max_streams",
+        "256",
+        "-print_format",
+        "json",
+        "-show_format",
+        "-show_streams",
+        "-i",
+        "fd:",
+    )
+
+
+def output_args(*, count: bool = True) -> tuple[str, ...]:
+    """ffprobe on an output of ours: also the number of packets."""
+    return (*ffprobe_args(), *(("-count_packets",) if count else ()))
+
+
+def scan_args(info: MediaInfo, *, limit_seconds: float) -> tuple[str, ...]:
+    """ffmpeg through the whole file without decoding: real length, and whether the end is there."""
+    stream = info.video or info.audio
+    assert stream is not None
+    return (
+        "-hide_banner",
+        "-nostdin",
+        "-loglevel",
+        "warning",
+        "-nostats",
+        "-progress",
+        "pipe:1",
+        *INPUT_GUARD,
+        "-i",
+        "fd:",
+        "-map",
+        f"0:{stream.index}",
+        "-c",
+        "copy",
+        "-t",
+        f"{limit_seconds:.3f}",
+        "-f",
+        "null",
+        "-",
+    )
+
+
+def parse(text: bytes, settings: Settings) -> MediaInfo:
+    """Read ffprobe's answer, and hold the limits against it. Raises Failure."""
+    try:
+        found = json.loads(text)
+        streams = found["streams"]
+        container = found["format"]["format_name"]
+    except (ValueError, KeyError, TypeError):
+        raise Failure(Code.CORRUPT_INPUT, "Nothing in the file could be read.") from None
+    if not streams:
+        raise Failure(Code.CORRUPT_INPUT, "The file is a container with nothing in it.")
+    if len(streams) > settings.max_streams:
+        raise limit_exceeded(
+            "streams", allowed=settings.max_streams, seen=len(streams), unit="streams"
+        )
+    if any(_encrypted(s) for s in streams):
+        raise Failure(Code.DRM_ENCRYPTED)
+    pictures = [s for s in streams if s.get("codec_type") == "video"]
+    moving = [s for s in pictures if not _disposition(s, "attached_pic")]
+    sounds = [s for s in streams if s.get("codec_type") == "audio"]
+    video = _video(_preferred(moving), settings) if moving else None
+    audio = _audio(_preferred(sounds)) if sounds else None
+    if video is None and audio is None:
+        raise Failure(Code.CORRUPT_INPUT, "The file holds neither picture nor sound.")
+    info = MediaInfo(
+        container=container,
+        duration_seconds=_duration(found["format"], streams),
+        start_seconds=_number(found["format"].get("start_time")) or 0.0,
+        video=video,
+        audio=audio,
+        streams=len(streams),
+        subtitles=tuple(
+            str(s.get("codec_name", "unknown"))
+            for s in streams
+            if s.get("codec_type") == "subtitle"
+        ),
+        cover_art=len(moving) < len(pictures),
+    )
+    check_duration(info.duration_seconds, settings)
+    return info
+
+
+def check_duration(seconds: float | None, settings: Settings) -> None:
+    """Raise Failure(RESOURCE_LIMIT) for what is too long."""
+    if seconds is not None and seconds > settings.max_duration_seconds:
+        raise limit_exceeded(
+            "duration", allowed=settings.max_duration_seconds, seen=round(seconds, 1), unit="s"
+        )
+
+
+def detected_type(info: MediaInfo, sniffed: str | None) -> str:
+    """The media type of the whole file; the signature knows some containers more exactly."""
+    guess = _TYPES.get(info.container)
+    if sniffed is not None and guess is not None:
+        minor = sniffed.partition("/")[2]
+        if minor in ("webm", "x-matroska", "mp4", "ogg"):
+            return f"{info.kind}/{minor}"
+    if sniffed is not None:
+        return sniffed
+    return guess[info.video is None] if guess else "application/octet-stream"
+
+
+class Scan:
+    """Collects what the scan says on its progress pipe, line by line."""
+
+    def __init__(self) -> None:
+        self.seconds: float | None = None
+        self.frames: int | None = None
+
+    def line(self, line: str) -> None:
+        name, _, value = line.partition("=")
+        if name == "out_time_us" and value.lstrip("-").isdigit():
+            self.seconds = max(self.seconds or 0.0, int(value) / 1e6)
+        elif name == "frame" and value.isdigit():
+            self.frames = int(value)
+
+
+# What ffmpeg says at warning level when the end of a file is missing or its middle is damaged.
+_TRUNCATED: Final = re.compile(
+    r"File ended prematurely|partial file|moov atom not found|Truncating packet"
+    r"|stream \d+, offset 0x[0-9a-f]+: partial",
+    re.IGNORECASE,
+)
+
+
+def check_scan(info: MediaInfo, scan: Scan, stderr: str) -> float | None:
+    """The real duration in seconds; raises Failure(TRUNCATED_INPUT) when the end is missing."""
+    claimed, real = info.duration_seconds, scan.seconds
+    short = (
+        claimed is not None
+        and real is not None
+        and claimed - real > max(0.5, 0.02 * claimed)
+        and info.container.startswith(("mov", "matroska", "avi", "flv", "wav"))
+    )
+    if _TRUNCATED.search(stderr) or (short and "rror" in stderr):
+        detail = "The end of the file is missing."
+        if claimed and real is not None and short:
+            detail = f"The file says {claimed:.1f} s, but only {real:.1f} s of it are there."
+        raise Failure(Code.TRUNCATED_INPUT, detail)
+    return real if claimed is None else claimed
+
+
+def _video(stream: Mapping[str, Any], settings: Settings) -> VideoStream:
+    codec = stream.get("codec_name")
+    if codec is None or codec == "unknown":
+        tag = str(stream.get("codec_tag_string", "?"))
+        raise Failure(Code.UNSUPPORTED_CODEC, f"The picture is coded as {_printable(tag)!r}.")
+    width, height = int(stream.get("width") or 0), int(stream.get("height") or 0)
+    if width < 1 or height < 1:
+        raise Failure(Code.CORRUPT_INPUT, "The picture has no size.")
+    if width * height > min(settings.max_pixels, _MAX_PIXELS):
+        raise limit_exceeded(
+            "pixels of a frame",
+            allowed=min(settings.max_pixels, _MAX_PIXELS),
+            seen=width * height,
+            unit="pixels",
+        )
+    rate = _fraction(stream.get("avg_frame_rate")) or _fraction(stream.get("r_frame_rate"))
+    rotation = _rotation(stream)
+    shown = _shown_size(width, height, _fraction(stream.get("sample_aspect_ratio"), ":"), rotation)
+    transfer = str(stream.get("color_transfer", ""))
+    pixel_format = str(stream.get("pix_fmt", "unknown"))
+    tags = {str(k).lower(): v for k, v in (stream.get("tags") or {}).items()}
+    return VideoStream(
+        index=int(stream["index"]),
+        codec=str(codec),
+        width=shown[0],
+        height=shown[1],
+        stored_width=width,
+        stored_height=height,
+        rotation=rotation,
+        frame_rate=rate,
+        pixel_format=pixel_format,
+        interlaced=stream.get("field_order") in ("tt", "bb", "tb", "bt"),
+        hdr=_HDR.get(transfer),
+        has_alpha="yuva" in pixel_format
+        or pixel_format in ("rgba", "bgra", "argb", "abgr")
+        or str(tags.get("alpha_mode")) == "1",
+        frames=_integer(stream.get("nb_read_packets") or stream.get("nb_frames")),
+    )
+
+
+def _audio(stream: Mapping[str, Any]) -> AudioStream:
+    codec = stream.get("codec_name")
+    if codec is None or codec == "unknown":
+        tag = str(stream.get("codec_tag_string", "?"))
+        raise Failure(Code.UNSUPPORTED_CODEC, f"The sound is coded as {_printable(tag)!r}.")
+    return AudioStream(
+        index=int(stream["index"]),
+        codec=str(codec),
+        channels=_integer(stream.get("channels")) or 2,
+        sample_rate=_integer(stream.get("sample_rate")) or 48000,
+    )
+
+
+def _preferred(streams: list[Any]) -> Any:
+    """The one that the file calls its default, else the first."""
+    return next((s for s in streams if _disposition(s, "default")), streams[0])
+
+
+def _disposition(stream: Mapping[str, Any], name: str) -> bool:
+    return bool((stream.get("disposition") or {}).get(name))
+
+
+def _shown_size(
+    width: int, height: int, pixel_shape: Fraction | None, rotation: int
+) -> tuple[int, int]:
+    # Stretch the narrow side of a pixel, so that nothing is lost; absurd shapes count as square.
+    if pixel_shape is not None and Fraction(1, 16) <= pixel_shape <= 16 and pixel_shape != 1:
+        width = max(1, round(width * pixel_shape))
+    return (height, width) if rotation in (90, 270) else (width, height)
+
+
+def _rotation(stream: Mapping[str, Any]) -> int:
+    """Clockwise quarter turns in degrees: 0, 90, 180 or 270."""
+    for side in stream.get("side_data_list") or ():
+        if side.get("side_data_type") == "Display Matrix":
+            turned = _number(side.get("rotation"))
+            if turned is not None:
+                return -round(turned / 90) * 90 % 360
+    return 0
+
+
+def _encrypted(stream: Mapping[str, Any]) -> bool:
+    tag = str(stream.get("codec_tag_string", ""))
+    sides = [str(s.get("side_data_type", "")) for s in stream.get("side_data_list") or ()]
+    return tag in ("encv", "enca", "drms", "drmi") or any("ncryption" in side for side in sides)
+
+
+def _duration(container: Mapping[str, Any], streams: list[Any]) -> float | None:
+    seconds = [_number(container.get("duration")), *(_number(s.get("duration")) for s in streams)]
+    real = [s for s in seconds if s is not None and s > 0]
+    return real[0] if real else None
+
+
+def _number(value: Any) -> float | None:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _integer(value: Any) -> int | None:
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def _fraction(value: Any, sign: str = "/") -> Fraction | None:
+    above, _, below = str(value).partition(sign)
+    if not above.isdigit() or not below.isdigit() or int(below) == 0 or int(above) == 0:
+        return None
+    return Fraction(int(above), int(below))
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isascii() and c.isprintable() else "?" for c in text)[:16]

@@ -1,0 +1,229 @@
+"""The processes of an installation: what each opens, in which order, and how it leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from types import FrameType
+from typing import Final
+
+import structlog
+import uvicorn
+
+from mediamill import db, installation, queue, sandbox, tools
+from mediamill.api.app import create_app
+from mediamill.api.services import Services
+from mediamill.attempt import Means
+from mediamill.config import Settings, parse_slots
+from mediamill.estimates import Forecaster
+from mediamill.handlers import image, preview, video
+from mediamill.image_children import spawner
+from mediamill.image_pool import ImagePool
+from mediamill.installation import Installation
+from mediamill.jobs import Claim
+from mediamill.keys import Keychain
+from mediamill.lease import Leases, Stop
+from mediamill.maintenance import Maintenance
+from mediamill.storage.local import LocalStorage, open_local
+from mediamill.worker import ScratchFolder, Worker, sweep_scratch
+
+log = structlog.get_logger()
+
+HANDLERS: Final = {
+    "image": image.handle,
+    "video": video.handle,
+    "audio": video.handle_audio,
+    "preview": preview.handle,
+}
+_REFRESH_SECONDS: Final = 30.0
+_STREAM_SECONDS: Final = 5
+
+
+class SandboxTooWeak(Exception):
+    """This machine cannot confine the media tools as the settings demand."""
+
+
+async def migrate(settings: Settings) -> list[db.Migration]:
+    """Bring the database up to date, the queue engine included."""
+    return await db.migrate(require_database(settings), finish=queue.install)
+
+
+def require_database(settings: Settings) -> str:
+    if settings.database_url is None:
+        raise db.MigrationError(
+            "MEDIAMILL_DATABASE_URL is not set. `mediamill up` brings an embedded PostgreSQL; "
+            "single processes need the address of one."
+        )
+    return settings.database_url
+
+
+async def serve_api(settings: Settings) -> None:
+    """The API, until SIGTERM or SIGINT."""
+    async with _base(settings, "api") as (pool, installed, store):
+        services = Services(
+            settings=settings,
+            pool=pool,
+            storage=store,
+            installation=installed,
+            keychain=Keychain(pool, installed.pepper),
+            forecaster=Forecaster(pool),
+        )
+        config = uvicorn.Config(
+            create_app(services),
+            host=settings.host,
+            port=settings.port,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=_STREAM_SECONDS,
+            timeout_keep_alive=15,
+        )
+        follow = asyncio.create_task(_follow_keys(pool, installed))
+        try:
+            await _Server(config, services.shutting_down).serve(sockets=[_listen(settings)])
+        finally:
+            follow.cancel()
+
+
+async def serve_worker(settings: Settings) -> None:
+    """A worker, until SIGTERM or SIGINT; then it drains."""
+    confined = sandbox.detect()
+    if settings.sandbox == "strong" and confined.level is sandbox.Level.LIMITS:
+        raise SandboxTooWeak(
+            f"{confined.detail} Set MEDIAMILL_SANDBOX=limits to accept hostile files with process "
+            "limits only."
+        )
+    stop = _stop_on_signals()
+    async with _base(settings, "worker") as (pool, _, store):
+        name = installation.worker_id()
+        swept = sweep_scratch(settings.scratch_dir)
+        if swept:
+            log.info("scratch_swept", folders=swept)
+        scratch = ScratchFolder(settings.scratch_dir, name)
+        toolbox = tools.resolve(settings.ffmpeg, settings.ffprobe)
+        groups = tools.ProcessGroups()
+        slots = parse_slots(settings.slots)
+        dsn = require_database(settings)
+        worker: Worker | None = None
+
+        def on_stop(claim: Claim, why: Stop) -> None:
+            if worker is not None:
+                worker.stop_attempt(claim, why)
+
+        leases = Leases(
+            dsn,
+            lease_seconds=settings.lease_seconds,
+            beat_seconds=settings.beat_seconds,
+            self_stop_seconds=settings.self_stop_seconds,
+            on_stop=on_stop,
+        )
+        size = slots.get("image", 0) + slots.get("video", 0)
+        images = ImagePool(spawner(settings, toolbox, confined, groups), size=max(size, 1))
+        means = Means(
+            settings=settings,
+            pool=pool,
+            storage=store,
+            toolbox=toolbox,
+            sandbox=confined,
+            groups=groups,
+            images=images,
+            leases=leases,
+            handlers=HANDLERS,
+        )
+        worker = Worker(means, dsn=dsn, name=name, slots=slots, scratch=scratch.path)
+        duties = asyncio.create_task(_maintain(settings, pool, store, slots))
+        try:
+            if slots.get("image"):
+                await images.warm()
+            await worker.run(stop)
+        finally:
+            duties.cancel()
+            with suppress(asyncio.CancelledError):
+                await duties
+            await images.close()
+            groups.kill_all()
+            scratch.remove()
+
+
+async def _maintain(
+    settings: Settings, pool: db.Pool, store: LocalStorage, slots: dict[str, int]
+) -> None:
+    if slots.get("maintenance", 0) > 0:
+        await Maintenance(settings, pool, store).run()
+
+
+@asynccontextmanager
+async def _base(
+    settings: Settings, service: str
+) -> AsyncIterator[tuple[db.Pool, Installation, LocalStorage]]:
+    """What every process opens: the database at a schema that we know, and the storage that fits it."""
+    dsn = require_database(settings)
+    await db.wait_until_up(dsn, seconds=30)
+    pool = await db.open_pool(
+        dsn, size=settings.database_pool_size, application=f"mediamill {service}"
+    )
+    try:
+        async with db.acquire(pool) as connection:
+            await db.check_schema(connection)
+            installed = await installation.identify(connection)
+        store = open_local(
+            settings.objects_dir, installed.id, lambda: installed.keyring, settings.base_url
+        )
+        yield pool, installed, store
+    finally:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(5):
+                await pool.close()
+        pool.terminate()
+
+
+async def _follow_keys(pool: db.Pool, installed: Installation) -> None:
+    while True:
+        await asyncio.sleep(_REFRESH_SECONDS)
+        with suppress(db.Unavailable):
+            async with db.acquire(pool) as connection:
+                await installed.refresh(connection)
+
+
+def _listen(settings: Settings) -> socket.socket:
+    """Bound before anything is announced, so that a taken port is a clear error."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((settings.host, settings.port))
+    except OSError as error:
+        listener.close()
+        raise OSError(
+            error.errno, f"cannot listen on {settings.host}:{settings.port}: {error.strerror}"
+        ) from None
+    listener.listen(2048)
+    listener.set_inheritable(True)
+    return listener
+
+
+def _stop_on_signals() -> asyncio.Event:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    return stop
+
+
+class _Server(uvicorn.Server):
+    """Tells open streams that the end is near, before it waits for them to close.
+
+    uvicorn runs the application's shutdown only after connections have closed, so a stream that waits
+    for an event would never hear of it.
+    """
+
+    def __init__(self, config: uvicorn.Config, shutting_down: asyncio.Event) -> None:
+        super().__init__(config)
+        self._shutting_down = shutting_down
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._shutting_down.set()
+        super().handle_exit(sig, frame)

@@ -1,0 +1,81 @@
+"""Signed addresses of the local storage: HMAC-SHA256 over everything that the holder may not change.
+
+The keys live in the database, newest first: the first one signs, all of them verify, so that a rotation
+has an overlap.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from base64 import urlsafe_b64encode
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import quote, urlencode
+
+from mediamill.failures import Code, Refused
+
+
+@dataclass(frozen=True, slots=True)
+class Keyring:
+    """Signing keys by version; the highest version signs."""
+
+    keys: Mapping[int, bytes]
+
+    @property
+    def newest(self) -> int:
+        return max(self.keys)
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What a signature covers. `content_type` and `size` are given for a PUT only."""
+
+    method: str
+    key: str
+    expires: int
+    content_type: str = ""
+    size: int | None = None
+
+    def message(self, version: int) -> bytes:
+        parts = (
+            "mediamill-1",
+            str(version),
+            self.method,
+            self.key,
+            str(self.expires),
+            self.content_type,
+            "" if self.size is None else str(self.size),
+        )
+        return "\n".join(parts).encode()
+
+
+def sign(keyring: Keyring, grant: Grant) -> str:
+    """The path and query, below the storage root, under which the grant can be used."""
+    version = keyring.newest
+    query = {
+        "expires": grant.expires,
+        "key_id": version,
+        "signature": _signature(keyring.keys[version], grant.message(version)),
+    }
+    return f"{quote(grant.key)}?{urlencode(query)}"
+
+
+def verify(keyring: Keyring, grant: Grant, *, key_id: str, signature: str, now: float) -> None:
+    """Raise Refused(SIGNATURE_INVALID or SIGNATURE_EXPIRED) unless the grant was signed by us."""
+    version = int(key_id) if key_id.isascii() and key_id.isdigit() and len(key_id) < 10 else -1
+    # An unknown key id does the same work as a known one.
+    secret = keyring.keys.get(version, b"unknown")
+    good = hmac.compare_digest(_signature(secret, grant.message(version)), signature)
+    if not good or version not in keyring.keys:
+        raise Refused(
+            Code.SIGNATURE_INVALID,
+            "The signature does not cover this method, address, type and length.",
+        )
+    if grant.expires < now:
+        raise Refused(Code.SIGNATURE_EXPIRED)
+
+
+def _signature(secret: bytes, message: bytes) -> str:
+    digest = hmac.new(secret, message, hashlib.sha256).digest()
+    return urlsafe_b64encode(digest).rstrip(b"=").decode()

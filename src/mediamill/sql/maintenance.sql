@@ -1,0 +1,126 @@
+-- The periodic duties. Each is safe to run twice and from several processes.
+
+-- name: lock
+-- One process at a time per duty, for the length of the transaction.
+SELECT pg_try_advisory_xact_lock($1)
+
+-- name: expired_leases
+-- Held until the caller has settled them, so that a late beat waits and then finds the job gone.
+SELECT tenant_id, id, kind, queue, role, schema_version, media_id, recipe, recipe_version, generation,
+       payload, attempt, max_attempts, crashes, resource_failures, fence, priority, queued_at,
+       started_at, worker, cancel_requested
+FROM jobs
+WHERE state = 'processing' AND lease_until < now()
+ORDER BY lease_until
+LIMIT $1
+FOR UPDATE SKIP LOCKED
+
+-- name: server_age
+SELECT extract(epoch FROM now() - pg_postmaster_start_time())::float8
+
+-- name: orphans
+-- Due jobs that should long have been claimed and have no waiting ticket. Only the head of each queue
+-- is looked at: whoever is further back has not been passed over.
+SELECT j.tenant_id, j.id, j.queue, j.priority
+FROM unnest($1::text[]) AS q (queue)
+CROSS JOIN LATERAL (
+    SELECT tenant_id, id, queue, priority FROM jobs
+    WHERE queue = q.queue AND state = 'queued'
+      AND run_at < now() - $2::interval AND queued_at < now() - $2::interval
+    ORDER BY priority DESC, queued_at, id
+    LIMIT $3
+) AS j
+WHERE NOT EXISTS (
+    SELECT 1 FROM mediamill_tickets AS t
+    WHERE t.status = 'queued' AND t.payload = convert_to(j.tenant_id || '/' || j.id, 'UTF8')
+)
+
+-- name: closed_slots
+-- Slots past their time. Each is looked up in storage before it is given up.
+SELECT tenant_id, id, kind, upload_key, size, content_type
+FROM media
+WHERE state = 'awaiting_upload' AND deleted_at IS NULL AND upload_expires_at < now() - $1::interval
+ORDER BY upload_expires_at
+LIMIT $2
+
+-- name: expired_media
+SELECT tenant_id, id FROM media
+WHERE expires_at < now() AND deleted_at IS NULL
+ORDER BY expires_at
+LIMIT $1
+
+-- name: erasable
+-- Media whose bytes may go now: nothing works on them any more.
+SELECT e.tenant_id, e.media_id, m.upload_key
+FROM erasures AS e
+JOIN media AS m ON m.tenant_id = e.tenant_id AND m.id = e.media_id
+WHERE NOT EXISTS (
+    SELECT 1 FROM jobs AS j
+    WHERE j.tenant_id = e.tenant_id AND j.media_id = e.media_id AND j.state IN ('queued', 'processing'))
+ORDER BY e.requested_at
+LIMIT $1
+
+-- name: erased
+WITH done AS (
+    DELETE FROM erasures WHERE tenant_id = $1 AND media_id = $2 RETURNING tenant_id, media_id
+), forgotten AS (
+    DELETE FROM sets AS s USING done AS d
+    WHERE s.tenant_id = d.tenant_id AND s.media_id = d.media_id
+), hushed AS (
+    UPDATE events AS e SET data = jsonb_build_object('state', e.data -> 'state')
+    FROM done AS d
+    WHERE e.tenant_id = d.tenant_id AND e.media_id = d.media_id AND e.type = 'media.preview'
+)
+SELECT 1 FROM done
+
+-- name: expired_sets
+SELECT tenant_id, media_id, recipe, recipe_version, set_id FROM sets
+WHERE expires_at < now()
+ORDER BY expires_at
+LIMIT $1
+
+-- name: forget_set
+DELETE FROM sets
+WHERE tenant_id = $1 AND media_id = $2 AND recipe = $3 AND recipe_version = $4 AND set_id = $5
+  AND expires_at < now()
+
+-- name: staging_holders
+-- Which of these attempts are still at work: their staged objects stay.
+SELECT j.id, j.fence
+FROM unnest($1::text[], $2::uuid[], $3::bigint[]) AS staged (tenant_id, id, fence)
+JOIN jobs AS j ON j.tenant_id = staged.tenant_id AND j.id = staged.id AND j.fence = staged.fence
+WHERE j.state = 'processing'
+
+-- name: forget_jobs
+-- Ended jobs past their retention that no media shows any more.
+DELETE FROM jobs AS j
+WHERE (j.tenant_id, j.id) IN (
+    SELECT tenant_id, id FROM jobs AS old
+    WHERE old.expires_at < now() AND old.state IN ('completed', 'failed', 'canceled')
+      AND (old.media_id IS NULL OR EXISTS (
+          SELECT 1 FROM media AS m
+          WHERE m.tenant_id = old.tenant_id AND m.id = old.media_id AND m.deleted_at IS NOT NULL))
+    LIMIT $1)
+
+-- name: forget_events
+DELETE FROM events
+WHERE (tenant_id, id) IN (
+    SELECT tenant_id, id FROM events WHERE at < now() - $1::interval ORDER BY at LIMIT $2)
+
+-- name: forget_keys
+DELETE FROM idempotency WHERE expires_at < now()
+
+-- name: queue_figures
+-- Depth, age of the oldest due job, and running jobs, by queue.
+SELECT queue,
+       count(*) FILTER (WHERE state = 'queued') AS queued,
+       count(*) FILTER (WHERE state = 'processing') AS processing,
+       coalesce(extract(epoch FROM now() - min(run_at) FILTER (WHERE state = 'queued'
+                                                                AND run_at <= now())), 0)::float8
+           AS oldest_seconds
+FROM jobs WHERE state IN ('queued', 'processing') GROUP BY queue
+
+-- name: dead_letters
+SELECT count(*) AS jobs,
+       coalesce(extract(epoch FROM now() - min(finished_at)), 0)::float8 AS oldest_seconds
+FROM jobs WHERE state = 'failed' AND dead_letter

@@ -1,0 +1,108 @@
+"""Why it took as long as it did: exclusive segments that tile the time from birth to end exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Final
+
+from mediamill.states import MediaState
+
+_ENDED: Final = frozenset({MediaState.READY, MediaState.FAILED, MediaState.EXPIRED})
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One stretch of time. `name` is what was going on, `detail` whatever else is worth saying."""
+
+    name: str
+    start: datetime
+    end: datetime
+    attempt: int | None = None
+    worker: str | None = None
+    detail: str | None = None
+
+    @property
+    def seconds(self) -> float:
+        return (self.end - self.start).total_seconds()
+
+
+def segments(
+    moves: Sequence[Mapping[str, Any]], *, main_jobs: frozenset[Any], now: datetime
+) -> list[Segment]:
+    """Segments from the logged moves of a media and its main jobs, oldest first.
+
+    Moves of other jobs (previews) run beside the work and are left out. Each segment ends where the
+    next begins; the last one of a media that is still at work ends at `now`. A media that ended and
+    was processed again has the time in between as `idle`.
+    """
+    relevant = [
+        m
+        for m in moves
+        if (m["subject"] == "media" and m["to_state"] in _NAMES)
+        or (m["subject"] == "job" and m["job_id"] in main_jobs and m["stage"] is not None)
+    ]
+    found: list[Segment] = []
+    for this, following in zip(relevant, [*relevant[1:], None], strict=True):
+        ended = this["subject"] == "media" and this["to_state"] in _ENDED
+        if following is None and ended:
+            break
+        end = now if following is None else following["at"]
+        if end == this["at"] and this["stage"] is None and this["to_state"] == "uploaded":
+            continue  # accepted and queued in one step
+        found.append(
+            Segment(
+                name=this["stage"] or ("idle" if ended else _NAMES[this["to_state"]]),
+                start=this["at"],
+                end=end,
+                attempt=this["attempt"],
+                worker=this["worker"],
+                detail=this["code"],
+            )
+        )
+    return found
+
+
+def sentence(found: Sequence[Segment], *, state: str) -> str:
+    """One plain sentence: how long in all, and where most of it went."""
+    total = sum(s.seconds for s in found)
+    if not found:
+        return f"It is {state}; nothing has happened yet."
+    by_name: dict[str, float] = {}
+    for segment in found:
+        by_name[segment.name] = by_name.get(segment.name, 0.0) + segment.seconds
+    longest = max(by_name, key=lambda name: by_name[name])
+    return (
+        f"{_say(total)} in all, of which {_say(by_name[longest])} {_PHRASES.get(longest, longest)}; "
+        f"it is {state.replace('_', ' ')}."
+    )
+
+
+def _say(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+_NAMES: Final = {
+    MediaState.AWAITING_UPLOAD: "awaiting_upload",
+    MediaState.UPLOADED: "accepted",
+    MediaState.QUEUED: "queued",
+    MediaState.PROCESSING: "claimed",
+    MediaState.READY: "idle",
+    MediaState.FAILED: "idle",
+    MediaState.EXPIRED: "idle",
+}
+_PHRASES: Final = {
+    "awaiting_upload": "waiting for the upload",
+    "queued": "waiting in the queue",
+    "claimed": "getting started",
+    "download": "fetching the original",
+    "probe": "looking at the file",
+    "preview": "making the preview",
+    "encode": "encoding",
+    "verify": "checking the outputs",
+    "publish": "publishing",
+}

@@ -1,0 +1,227 @@
+"""Bytes come in: slots, their signed addresses, and the one guarded way in which an original is accepted.
+
+`complete`, the reconciler and (later) storage events all go through `accept`; whoever is first makes the
+jobs, the others find that it is done.
+"""
+
+from __future__ import annotations
+
+import mimetypes
+import secrets
+import unicodedata
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final
+from uuid import UUID
+
+from mediamill import db, ids, jobs, media, recipes, storage
+from mediamill.config import Settings
+from mediamill.failures import Code, Refused
+from mediamill.jobs import Birth
+from mediamill.states import MediaState
+from mediamill.storage import SignedRequest, Storage, Stored
+
+PREVIEW_PRIORITY: Final = 100
+_NAME_BYTES: Final = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a client announces about a file. `ttl_seconds` None means the installation's default."""
+
+    size: int
+    content_type: str | None = None
+    filename: str | None = None
+    sha256: str | None = None
+    recipe: str = "web"
+    recipe_version: int | None = None
+    metadata: dict[str, Any] | None = None
+    ttl_seconds: float | None = None
+
+
+def prefix(tenant_id: str, media_id: UUID) -> str:
+    """Everything uploaded for a media lies below this."""
+    return f"{storage.UPLOADS}/{tenant_id}/{media_id}"
+
+
+def slot(settings: Settings, tenant_id: str, wanted: Wanted) -> media.Slot:
+    """Check what is announced and mint the media. Raises Refused with the field at fault."""
+    filename = clean_name(wanted.filename)
+    content_type = content_type_of(wanted.content_type, filename)
+    kind = kind_of(content_type)
+    if wanted.size == 0:
+        raise Refused(Code.EMPTY_INPUT, errors=[_field("/size", "must be at least 1")])
+    allowed = settings.max_bytes(kind or "video")
+    if wanted.size > allowed:
+        raise Refused(
+            Code.PAYLOAD_TOO_LARGE,
+            f"At most {allowed:,} bytes are taken for {kind or 'a file'}; this one has "
+            f"{wanted.size:,}.",
+            limit={"name": "size", "allowed": allowed, "seen": wanted.size, "unit": "bytes"},
+            errors=[_field("/size", f"must be at most {allowed}")],
+        )
+    recipe = recipes.find(wanted.recipe, wanted.recipe_version)
+    if recipe is None:
+        known = ", ".join(sorted({name for name, _ in recipes.built_in()}))
+        raise Refused(
+            Code.INVALID_REQUEST,
+            f"There is no recipe {wanted.recipe!r} in that version; known: {known}.",
+            errors=[_field("/recipe", "is not known")],
+        )
+    media_id = ids.new()
+    nonce = secrets.token_hex(8)
+    return media.Slot(
+        tenant_id=tenant_id,
+        id=media_id,
+        kind=kind,
+        filename=filename,
+        content_type=content_type,
+        size=wanted.size,
+        sha256=wanted.sha256,
+        upload_key=f"{prefix(tenant_id, media_id)}/{nonce}/original",
+        upload_ttl_seconds=settings.upload_ttl_seconds,
+        recipe=recipe.name,
+        recipe_version=recipe.version,
+        metadata=wanted.metadata or {},
+        ttl_seconds=(
+            wanted.ttl_seconds if wanted.ttl_seconds is not None else settings.media_ttl_seconds
+        ),
+    )
+
+
+def sign(store: Storage, opened: media.Slot) -> SignedRequest:
+    """The write-once request that the client sends next."""
+    expires_at = datetime.now(UTC).replace(microsecond=0) + timedelta(
+        seconds=opened.upload_ttl_seconds
+    )
+    return store.sign_put(
+        opened.upload_key,
+        content_type=opened.content_type,
+        size=opened.size,
+        expires_at=expires_at,
+    )
+
+
+def births(kind: str | None) -> list[Birth]:
+    """The jobs that an accepted original begins with.
+
+    A video gets its preview from a job of its own on the image queue, so that it does not wait behind
+    other videos. What is not announced as video begins on the image queue and is sent on if it is not
+    an image after all.
+    """
+    match kind:
+        case "video":
+            return [Birth("video", "video", "main"), preview_birth()]
+        case "audio":
+            return [Birth("audio", "audio", "main")]
+        case _:
+            return [Birth("image", "image", "main")]
+
+
+def preview_birth() -> Birth:
+    return Birth("preview", "image", "preview", PREVIEW_PRIORITY)
+
+
+async def complete(
+    connection: db.Connection,
+    store: Storage,
+    settings: Settings,
+    tenant_id: str,
+    media_id: UUID,
+) -> bool:
+    """Accept the uploaded original; True if this call did it, False if it was accepted before.
+
+    Raises Refused: NOT_FOUND, GONE, UPLOAD_EXPIRED, SOURCE_MISSING or SIZE_MISMATCH; in the last two
+    the slot stays open. Run inside a transaction.
+    """
+    original = await media.original(connection, tenant_id, media_id)
+    if original is None:
+        raise Refused(Code.NOT_FOUND)
+    if original.deleted_at is not None:
+        raise Refused(Code.GONE)
+    if original.state == MediaState.EXPIRED:
+        raise Refused(Code.UPLOAD_EXPIRED)
+    if original.state != MediaState.AWAITING_UPLOAD:
+        return False
+    stored = check_stored(await store.stat(original.upload_key), original.size)
+    accepted = await media.accept(
+        connection,
+        tenant_id,
+        media_id,
+        object_version=stored.version,
+        kind=original.kind,
+        births=births(original.kind),
+        max_attempts=settings.max_attempts,
+    )
+    return accepted is not None
+
+
+def check_stored(stored: Stored | None, size: int) -> Stored:
+    """What lies in storage must be what was announced. Raises Refused."""
+    if stored is None:
+        raise Refused(Code.SOURCE_MISSING)
+    if stored.size != size:
+        raise Refused(
+            Code.SIZE_MISMATCH,
+            f"{size:,} bytes were announced, {stored.size:,} are stored.",
+            limit={"name": "size", "allowed": size, "seen": stored.size, "unit": "bytes"},
+        )
+    return stored
+
+
+async def delete(
+    connection: db.Connection, settings: Settings, tenant_id: str, media_id: UUID, *, reason: str
+) -> bool:
+    """Delete a media: a tombstone at once, its jobs canceled, its bytes erased soon after."""
+    deleted = await media.delete(connection, tenant_id, media_id, reason=reason)
+    if deleted:
+        await jobs.cancel_of_media(
+            connection, tenant_id, media_id, retention_seconds=settings.job_retention_seconds
+        )
+    return deleted
+
+
+def clean_name(name: str | None) -> str | None:
+    """A file name as metadata: the last path segment, NFC, without control characters."""
+    if name is None:
+        return None
+    last = name.replace("\\", "/").rpartition("/")[2]
+    shown = "".join(
+        c for c in unicodedata.normalize("NFC", last) if unicodedata.category(c)[0] != "C"
+    )
+    while len(shown.encode()) > _NAME_BYTES:
+        shown = shown[:-1]
+    return shown.strip() or None
+
+
+def content_type_of(announced: str | None, filename: str | None) -> str:
+    """The announced type, else what the name suggests. Raises Refused for a malformed one."""
+    if announced is None or announced == "application/octet-stream":
+        guessed = mimetypes.guess_type(filename or "", strict=False)[0]
+        return guessed or "application/octet-stream"
+    essence = announced.partition(";")[0].strip().lower()
+    major, slash, minor = essence.partition("/")
+    token = set("abcdefghijklmnopqrstuvwxyz0123456789!#$&^_.+-")
+    if (
+        not slash
+        or not major
+        or not minor
+        or not token.issuperset(major + minor)
+        or len(essence) > 127
+    ):
+        raise Refused(
+            Code.INVALID_REQUEST,
+            "content_type must read like image/jpeg.",
+            errors=[_field("/content_type", "must be a media type such as image/jpeg")],
+        )
+    return essence
+
+
+def kind_of(content_type: str) -> str | None:
+    """The kind that a type announces; None when it says nothing. The bytes decide later."""
+    major = content_type.partition("/")[0]
+    return major if major in ("image", "video", "audio") else None
+
+
+def _field(pointer: str, detail: str) -> dict[str, str]:
+    return {"pointer": pointer, "detail": detail}
