@@ -155,6 +155,7 @@ ATTACKS = {
     "the owner of another job's file": "os.chown(canary, os.getuid(), os.getgid())",
     "attributes of another job's file": "os.setxattr(canary, 'user.x', b'1')",
     "a folder outside": "os.mkdir('../folder')",
+    "a program with root's rights in its scratch": "os.open('x', os.O_CREAT | os.O_WRONLY, 0o4755)",
     "the library it runs on": "open(os.__file__, 'a')",
     "/tmp": "open('/tmp/mediamill-attack', 'w')",
     "/dev/shm": "open('/dev/shm/mediamill-attack', 'w')",
@@ -429,6 +430,23 @@ def test_exit_codes_and_signals_arrive_as_they_were(scratch: Path) -> None:
             assert child.returncode == expected, (where.level, code)
 
 
+def test_a_scratch_is_cleared_whatever_was_made_of_it(strong: Sandbox, scratch: Path) -> None:
+    """A nest of folders too deep for a path, a name that is no text, a mode without rights."""
+    code = (
+        "import os\n"
+        "os.mkdir('kept'); open('kept/file', 'w')\n"
+        "open(b'\\xff\\n', 'w'); os.close(os.open('x', os.O_CREAT, 0))\n"
+        "os.mkdir('closed', 0)\n"
+        "for _ in range(4000): os.mkdir('d'); os.chdir('d')\n"
+        "open('deep', 'w')"
+    )
+    assert say(start(strong, code, scratch=scratch)) == ""
+    assert (scratch / "d").is_dir()
+    sandbox.clear(scratch)
+    sandbox.clear(scratch)
+    assert os.listdir(scratch.parent) == ["canary"]
+
+
 # ---------------------------------------------------------------- dying with the worker
 
 WORKER = """
@@ -698,8 +716,12 @@ def test_the_filter_answers_as_the_tables_say(machine: str) -> None:
     o_rdonly_trunc, o_wronly_trunc = 0o1000, 0o1001
     assert ask("openat", 0, 0, o_wronly_trunc) == ALLOW
     assert ask("openat", 0, 0, o_rdonly_trunc) == EPERM
+    assert ask("openat", 0, 0, 0o101, 0o666) == ask("openat", 0, 0, 0, 0o4000) == ALLOW
+    for flags in (0o101, 0o20200001):  # O_CREAT, O_TMPFILE
+        assert ask("openat", 0, 0, flags, 0o4755) == ask("openat", 0, 0, flags, 0o2600) == EPERM
     if machine == "x86_64":
         assert ask("open", 0, o_rdonly_trunc) == EPERM
+        assert [ask("creat", 0, 0o666), ask("creat", 0, 0o4755)] == [ALLOW, EPERM]
 
 
 @linux
@@ -736,6 +758,12 @@ def test_bubblewrap_stops_what_landlock_stops(bubblewrap: Sandbox, scratch: Path
     code = "import os; print(os.path.exists('/proc'), os.listdir('/'))"
     answer = say(start(bubblewrap, code, scratch=scratch))
     assert answer.startswith("False")
+    seen_but_empty = {"the names of another job's files"}  # only its own folder is there to list
+    for attack in sorted(ATTACKS.keys() - seen_but_empty):
+        canary = str(scratch.parent / "canary")
+        answer = attempt(bubblewrap, ATTACKS[attack], canary, str(os.getpid()), scratch=scratch)
+        assert re.fullmatch(r"\w+Error \d+", answer), (attack, answer)
+    assert os.listdir(scratch) == []
 
 
 def test_the_command_for_bubblewrap_grants_and_hides(tmp_path: Path) -> None:

@@ -387,6 +387,16 @@ async def test_a_file_that_grows_too_large_is_an_output_limit(bench: Bench) -> N
 
 
 @pytest.mark.anyio
+async def test_many_files_together_have_a_limit(bench: Bench) -> None:
+    code = (
+        "import time\nfor n in range(40): open(str(n), 'wb').write(bytes(100_000))\ntime.sleep(60)"
+    )
+    for limits in ({"scratch_bytes": 1 << 20}, {"scratch_files": 20}):
+        ended = await bench.python(code, limits=limits)
+        assert ended.stopped_for is StopReason.SCRATCH
+
+
+@pytest.mark.anyio
 async def test_captured_output_has_a_cap(bench: Bench) -> None:
     code = "import os\nwhile True: os.write(1, bytes(65536))"
     ended = await bench.python(code, output_bytes=100_000)
@@ -732,6 +742,31 @@ def test_details_tell_nothing_about_the_machine() -> None:
     for sign in tools.SIGNS:
         assert "/" not in sign.detail
         assert "0x" not in sign.detail
+
+
+@pytest.mark.anyio
+@linux
+async def test_bubblewrap_tells_the_same_ends(bench: Bench) -> None:
+    try:
+        bench.where = sandbox.detect(level=Level.BUBBLEWRAP)
+    except Failure:
+        pytest.skip("no working bubblewrap on this machine")
+    for code, expected in (
+        ("raise SystemExit(0)", 0),
+        ("raise SystemExit(183)", 183),
+        ("import ctypes; ctypes.string_at(0)", -signal.SIGSEGV),
+        ("import os; os.abort()", -signal.SIGABRT),
+    ):
+        assert (await bench.python(code)).returncode == expected
+    busy = await bench.ffmpeg(
+        *["-f", "lavfi", "-i", "testsrc2=s=1280x720:d=3600", "-f", "null", "-"],
+        limits={"cpu_seconds": 2},
+    )
+    failure = tools.classify(busy, tool="ffmpeg", limits=bench.jail(cpu_seconds=2).limits)
+    assert failure is not None
+    assert failure.code is Code.TIME_LIMIT
+    stopped = await bench.python("import time; time.sleep(60)", limits={"wall_seconds": 0.5})
+    assert (stopped.returncode, stopped.stopped_for) == (-signal.SIGKILL, StopReason.TIME)
 
 
 PLAYLIST = b"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\na.ts\n#EXT-X-ENDLIST\n"

@@ -127,9 +127,10 @@ async def transaction(pool: Pool) -> AsyncIterator[Connection]:
 
 @contextmanager
 def _translated(*more: type[Exception]) -> Iterator[None]:
+    lost: tuple[type[Exception], ...] = (*_LOST, *more)
     try:
         yield
-    except (*_LOST, *more) as error:
+    except lost as error:
         raise Unavailable(f"{type(error).__name__}: {error}") from error
 
 

@@ -19,6 +19,7 @@ import fcntl
 import hashlib
 import locale
 import os
+import pwd
 import shutil
 import signal
 import socket
@@ -63,6 +64,8 @@ def _main(folder: Path, bin_dir: Path, lock: int) -> None:
     try:
         if os.geteuid() == 0:
             _drop_root(folder, bin_dir)
+        elif not (folder / "data").exists():
+            _need_a_name()
         _open_log(folder)
         try:
             _supervise(folder, bin_dir, lock, starter)
@@ -450,6 +453,7 @@ def cannot_use(folder: Path, error: OSError) -> str:
 
 # Linux: children that end with us, and a user who is not root but can reach what root installed.
 
+_CLONE_NEWUSER: Final = 0x10000000
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_KEEPCAPS: Final = 8
 _PR_SET_SECUREBITS: Final = 28
@@ -471,15 +475,18 @@ def _drop_root(folder: Path, bin_dir: Path) -> None:
     owner = folder.stat()
     linux = sys.platform == "linux"
     try:
+        if owner.st_uid == 0:
+            _be_called_nobody()
+            return
         had = _capabilities() if linux else 0
         if linux:
             _prctl(_PR_SET_KEEPCAPS, 1)
         os.setgroups([])
         os.setgid(owner.st_gid)
         os.setuid(owner.st_uid)
-    except OSError as error:
+    except (OSError, KeyError, AttributeError) as error:
         raise EmbeddedError(
-            f"PostgreSQL does not run as root, and root cannot become user {owner.st_uid} here "
+            "PostgreSQL does not run as root, and here root cannot become another user "
             f"({error}): start Mediamill as an ordinary user, {OR_URL}."
         ) from error
     if _reaches(folder, bin_dir):
@@ -500,6 +507,32 @@ def _drop_root(folder: Path, bin_dir: Path) -> None:
         "move them to where every user may pass, start Mediamill as an ordinary user, "
         f"{OR_URL}."
     )
+
+
+def _need_a_name() -> None:
+    """A container may run as a user that its /etc/passwd does not know, and initdb looks there."""
+    try:
+        pwd.getpwuid(os.geteuid())
+    except KeyError:
+        try:
+            _be_called_nobody()
+        except (OSError, KeyError, AttributeError) as error:
+            raise EmbeddedError(
+                f"User {os.geteuid()} has no name, and PostgreSQL's initdb insists on one: add a "
+                f"line to /etc/passwd for the first start, {OR_URL}."
+            ) from error
+
+
+def _be_called_nobody() -> None:
+    """Changes the number, and keeps the rights: in a user namespace of its own, on Linux.
+
+    For users without a name, and for a root that may not give files away, as in a sandbox.
+    """
+    uid, gid, nobody = os.geteuid(), os.getegid(), pwd.getpwnam("nobody")
+    _check(_libc().unshare(_CLONE_NEWUSER), "unshare")
+    Path("/proc/self/setgroups").write_text("deny", "utf-8")
+    Path("/proc/self/uid_map").write_text(f"{nobody.pw_uid} {uid} 1", "utf-8")
+    Path("/proc/self/gid_map").write_text(f"{nobody.pw_gid} {gid} 1", "utf-8")
 
 
 def _reaches(folder: Path, bin_dir: Path) -> bool:

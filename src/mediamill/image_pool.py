@@ -20,6 +20,7 @@ from mediamill.failures import BY_NAME, Code, Failure
 from mediamill.imaging import wire
 
 DEFAULT_MAX_JOBS: Final = 200
+DEFAULT_MAX_CPU_SECONDS: Final = 900.0
 START_SECONDS: Final = 30.0
 _LAST_BREATH_SECONDS: Final = 2.0
 _DETAIL_CHARACTERS: Final = 500
@@ -50,6 +51,7 @@ class _Worker:
     owner: str | None = None
     """Who waits for its answer now."""
     jobs: int = 0
+    cpu_seconds: float = 0.0
     killed: bool = False
     """By us, so that its death says nothing about the picture."""
 
@@ -65,7 +67,11 @@ _UNSOUND: Final = {Code.MEMORY_LIMIT.code, Code.TOOL_FAILED.code, Code.OUTPUT_LI
 
 
 class ImagePool:
-    """Up to `size` image children at once. Use it as a context manager, or `close` it."""
+    """Up to `size` image children at once. Use it as a context manager, or `close` it.
+
+    A child is replaced after `max_jobs` pictures or `max_cpu_seconds` of its own processor time. A
+    jail's limit on processor time counts from the child's start, so it must leave room above that.
+    """
 
     def __init__(
         self,
@@ -73,6 +79,7 @@ class ImagePool:
         *,
         size: int,
         max_jobs: int = DEFAULT_MAX_JOBS,
+        max_cpu_seconds: float = DEFAULT_MAX_CPU_SECONDS,
         concurrency: int = 1,
         python: str = sys.executable,
     ) -> None:
@@ -81,6 +88,7 @@ class ImagePool:
         self._spawn = spawn
         self._size = size
         self._max_jobs = max_jobs
+        self._max_cpu_seconds = max_cpu_seconds
         self._argv = [python, "-I", "-m", "mediamill.imaging", "--concurrency", str(concurrency)]
         self._slots = asyncio.Semaphore(size)
         self._starting = 0
@@ -135,6 +143,7 @@ class ImagePool:
                 async with asyncio.timeout(wall_seconds):
                     answer = await _exchange(worker.connection, message, fds)
                 sound = _sound(answer)
+                worker.cpu_seconds += _number(answer.get("cpu_seconds"))
             except TimeoutError:
                 raise Failure(
                     Code.TIME_LIMIT, f"The picture took more than {wall_seconds:g} seconds."
@@ -202,7 +211,8 @@ class ImagePool:
     async def _give_back(self, worker: _Worker, *, sound: bool) -> None:
         worker.owner = None
         worker.jobs += 1
-        if sound and worker.jobs < self._max_jobs and not worker.killed and not self._closed:
+        fresh = worker.jobs < self._max_jobs and worker.cpu_seconds < self._max_cpu_seconds
+        if sound and fresh and not worker.killed and not self._closed:
             self._idle.append(worker)
             self._busy.discard(worker)
             return
@@ -315,6 +325,10 @@ def _sound(answer: Mapping[str, Any]) -> bool:
     """Whether the child that gave this answer may be asked again."""
     failure = answer.get("failure")
     return not (isinstance(failure, dict) and failure.get("code") in _UNSOUND)
+
+
+def _number(answered: object) -> float:
+    return float(answered) if isinstance(answered, int | float) and answered > 0 else 0.0
 
 
 def _failure(answered: object) -> Failure:

@@ -426,6 +426,12 @@ _NEVER: Final[dict[str, tuple[int | None, int | None]]] = {
     "futimesat": (261, None),
     "utimensat": (280, 88),
     "truncate": (76, 45),
+    # Landlock forbids these as well, bubblewrap does not: see `_SCRATCH`.
+    "symlink": (88, None),
+    "symlinkat": (266, 36),
+    "mknod": (133, None),
+    "mknodat": (259, 33),
+    # Watching folders, and files by handles that no path leads to.
     "inotify_init": (253, None),
     "inotify_init1": (294, 26),
     "inotify_add_watch": (254, 27),
@@ -479,12 +485,18 @@ _NEVER: Final[dict[str, tuple[int | None, int | None]]] = {
     "personality": (135, 92),
     "modify_ldt": (154, None),
     "lookup_dcookie": (212, 18),
+    "splice": (275, 76),
+    "tee": (276, 77),
+    "vmsplice": (278, 75),
+    "remap_file_pages": (216, 234),
     "quotactl": (179, 60),
     "quotactl_fd": (443, 443),
     "uselib": (134, None),
     "ustat": (136, None),
     "sysfs": (139, None),
-    # The machine itself. Each needs a capability that is gone; twice is better.
+    # The machine itself. All but the first two need a capability that is gone; twice is better.
+    "sync": (162, 81),
+    "syncfs": (306, 267),
     "kexec_load": (246, 104),
     "kexec_file_load": (320, 294),
     "init_module": (175, 105),
@@ -531,6 +543,7 @@ _LOOKED_AT: Final[dict[str, tuple[int | None, int | None]]] = {
     "ioctl": (16, 29),
     "open": (2, None),
     "openat": (257, 56),
+    "creat": (85, None),
 }
 
 LAST_KNOWN: Final = 462
@@ -584,19 +597,26 @@ def filter_program(machine: str, pid: int, exec_address: int, *, signals_scoped:
             answer(_ALLOW),
         ]
 
-    def masked(index: int, mask: int, value: int) -> list[tuple[int, int, int, int]]:
-        """Refused if the argument under the mask is this value."""
+    def opening(flags: int) -> list[tuple[int, int, int, int]]:
+        """Refused with O_TRUNC for reading, and with a set-user-id or set-group-id bit.
+
+        Before Landlock 3, O_TRUNC needs no right to write. The files of a worker that is root are
+        root's, so a program with such a bit would be a gift to another user of the machine.
+        """
         return [
-            argument(index),
-            (_AND, 0, 0, mask),
-            (_EQUAL, 1, 0, value),
+            argument(flags),
+            (_AND, 0, 0, 0o1003),  # O_TRUNC | O_ACCMODE
+            (_EQUAL, 5, 0, 0o1000),
+            argument(flags),
+            (_ANY_BIT, 0, 2, 0o20000100),  # O_CREAT or O_TMPFILE: only then is there a mode
+            argument(flags + 1),
+            (_ANY_BIT, 1, 0, 0o6000),
             answer(_ALLOW),
             answer(_EPERM),
         ]
 
     own = only(0, pid)
     mine = only(0, 0, pid)
-    o_trunc_for_reading = (0o1003, 0o1000)  # O_TRUNC needs no right to write before Landlock 3
     looked_at = {
         # CLONE_THREAD, and no new namespace: a thread, and nothing else.
         "clone": [
@@ -633,8 +653,9 @@ def filter_program(machine: str, pid: int, exec_address: int, *, signals_scoped:
         "fcntl": unless(1, 8, 10, 15, 1024, 1026),
         # TIOCSTI and TIOCLINUX type into a terminal; FIOSETOWN and SIOCSPGRP send signals.
         "ioctl": unless(1, 0x5412, 0x541C, 0x8901, 0x8902),
-        "open": masked(1, *o_trunc_for_reading),
-        "openat": masked(2, *o_trunc_for_reading),
+        "open": opening(1),
+        "openat": opening(2),
+        "creat": [argument(1), (_ANY_BIT, 1, 0, 0o6000), answer(_ALLOW), answer(_EPERM)],
     }
     assert looked_at.keys() == _LOOKED_AT.keys()
 

@@ -24,6 +24,20 @@ CONTAINERS: Final = (
 INPUT_GUARD: Final = ("-protocol_whitelist", "fd", "-format_whitelist", CONTAINERS)
 _MAX_PIXELS: Final = 16384 * 8192
 
+# What may be decoded. A codec that is not here is refused by name: each decoder is an attack surface.
+VIDEO_CODECS: Final = frozenset(
+    "h264 hevc vp8 vp9 av1 mpeg1video mpeg2video mpeg4 msmpeg4v1 msmpeg4v2 msmpeg4v3 h261 h263 h263p"
+    " h263i flv1 wmv1 wmv2 wmv3 vc1 theora mjpeg mjpegb prores dnxhd dvvideo ffv1 huffyuv ffvhuff"
+    " rawvideo png qtrle cinepak svq1 svq3 vp6 vp6a vp6f vp3 rv10 rv20 rv30 rv40 utvideo magicyuv"
+    " jpeg2000 hap cfhd v210 gif apng webp tscc zmbv flashsv".split()
+)
+AUDIO_CODECS: Final = frozenset(
+    "aac aac_latm mp1 mp2 mp3 opus vorbis flac alac ac3 eac3 dts truehd mlp speex wmav1 wmav2 wmapro"
+    " wmalossless wmavoice amr_nb amr_wb cook ra_144 ra_288 sipr atrac3 atrac3p nellymoser qdm2 qcelp"
+    " gsm gsm_ms ilbc tta wavpack ape adpcm_ms adpcm_ima_wav adpcm_ima_qt adpcm_swf adpcm_yamaha"
+    " adpcm_g722 adpcm_g726".split()
+)
+
 _HDR: Final = {"smpte2084": "pq", "arib-std-b67": "hlg"}
 _TYPES: Final = {  # ffmpeg's name of a container: media type with and without a moving picture
     "matroska,webm": ("video/x-matroska", "audio/x-matroska"),
@@ -267,10 +281,12 @@ def check_scan(info: MediaInfo, scan: Scan, stderr: str) -> float | None:
 
 
 def _video(stream: Mapping[str, Any], settings: Settings) -> VideoStream:
-    codec = stream.get("codec_name")
-    if codec is None or codec == "unknown":
-        tag = str(stream.get("codec_tag_string", "?"))
-        raise Failure(Code.UNSUPPORTED_CODEC, f"The picture is coded as {_printable(tag)!r}.")
+    codec = str(stream.get("codec_name", "unknown"))
+    if codec not in VIDEO_CODECS:
+        raise Failure(
+            Code.UNSUPPORTED_CODEC,
+            f"The picture is coded as {_coding(stream)}, which is not taken.",
+        )
     width, height = int(stream.get("width") or 0), int(stream.get("height") or 0)
     if width < 1 or height < 1:
         raise Failure(Code.CORRUPT_INPUT, "The picture has no size.")
@@ -289,7 +305,7 @@ def _video(stream: Mapping[str, Any], settings: Settings) -> VideoStream:
     tags = {str(k).lower(): v for k, v in (stream.get("tags") or {}).items()}
     return VideoStream(
         index=int(stream["index"]),
-        codec=str(codec),
+        codec=codec,
         width=shown[0],
         height=shown[1],
         stored_width=width,
@@ -307,13 +323,14 @@ def _video(stream: Mapping[str, Any], settings: Settings) -> VideoStream:
 
 
 def _audio(stream: Mapping[str, Any]) -> AudioStream:
-    codec = stream.get("codec_name")
-    if codec is None or codec == "unknown":
-        tag = str(stream.get("codec_tag_string", "?"))
-        raise Failure(Code.UNSUPPORTED_CODEC, f"The sound is coded as {_printable(tag)!r}.")
+    codec = str(stream.get("codec_name", "unknown"))
+    if codec not in AUDIO_CODECS and not codec.startswith("pcm_"):
+        raise Failure(
+            Code.UNSUPPORTED_CODEC, f"The sound is coded as {_coding(stream)}, which is not taken."
+        )
     return AudioStream(
         index=int(stream["index"]),
-        codec=str(codec),
+        codec=codec,
         channels=_integer(stream.get("channels")) or 2,
         sample_rate=_integer(stream.get("sample_rate")) or 48000,
     )
@@ -381,5 +398,10 @@ def _fraction(value: Any, sign: str = "/") -> Fraction | None:
     return Fraction(int(above), int(below))
 
 
-def _printable(text: str) -> str:
-    return "".join(c if c.isascii() and c.isprintable() else "?" for c in text)[:16]
+def _coding(stream: Mapping[str, Any]) -> str:
+    """The codec and its tag, as far as they can be printed."""
+    names = (stream.get("codec_name"), stream.get("codec_tag_string"))
+    shown = [
+        "".join(c if c.isascii() and c.isprintable() else "?" for c in str(n)) for n in names if n
+    ]
+    return " / ".join(dict.fromkeys(name[:24] for name in shown)) or "something unknown"

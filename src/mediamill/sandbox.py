@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import json
 import os
+import secrets
 import shutil
 import socket
 import stat
@@ -33,7 +35,7 @@ from mediamill.failures import Code, Failure
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one tool may use. All but the wall clock and the threads are held by the kernel."""
+    """What one tool may use. The first four are held by the kernel, the others by its worker."""
 
     memory_bytes: int
     cpu_seconds: int
@@ -42,6 +44,9 @@ class Limits:
     open_files: int = 256
     wall_seconds: float = 60.0
     threads: int = 1024
+    scratch_bytes: int | None = None
+    """All files together; eight of the largest size unless it is said."""
+    scratch_files: int = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +169,51 @@ def portable() -> Sandbox:
         portable=True,
         lifeline=_lifeline(),
     )
+
+
+def clear(scratch: Path) -> None:
+    """Remove a scratch folder, whatever a tool made of it: any depth, any name, any mode.
+
+    `shutil.rmtree` recurses, and a tool can nest folders deeper than Python can call. Here every
+    folder is moved up below the first before it is emptied. Call it when no tool runs in it.
+    """
+    with suppress(FileNotFoundError):
+        os.chmod(scratch, 0o700)
+        top = os.open(scratch, _FOLDER)
+        try:
+            # A name that no tool can have taken before.
+            names = (f"{secrets.token_hex(16)}-{number}" for number in itertools.count())
+            waiting = ["."]
+            while waiting:
+                name = waiting.pop()
+                waiting += _empty(top, name, names)
+                if name != ".":
+                    os.rmdir(name, dir_fd=top)
+        finally:
+            os.close(top)
+        os.rmdir(scratch)
+
+
+_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+
+
+def _empty(top: int, name: str, names: Iterator[str]) -> list[str]:
+    """Remove a folder's files and move its folders up to `top`; their new names."""
+    folder = os.open(name, _FOLDER, dir_fd=top)
+    moved = []
+    try:
+        with os.scandir(folder) as entries:
+            found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+        for entry, is_folder in found:
+            if is_folder:
+                os.chmod(entry, 0o700, dir_fd=folder)  # moving a folder writes to it
+                moved.append(next(names))
+                os.rename(entry, moved[-1], src_dir_fd=folder, dst_dir_fd=top)
+            else:
+                os.unlink(entry, dir_fd=folder)
+    finally:
+        os.close(folder)
+    return moved
 
 
 def _candidates(lifeline: int) -> Iterator[Sandbox]:

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -234,6 +234,7 @@ class StopReason(StrEnum):
     OUTPUT = "output"
     MEMORY = "memory"
     THREADS = "threads"
+    SCRATCH = "scratch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -466,6 +467,8 @@ class _Watch:
         self._stderr_cut = False
         self._progress_at = 0.0
         self._sampled_rss = 0
+        self._sampled_cpu = 0.0
+        self._scratch_at = 0.0
         self._delivering = False
         self._error: BaseException | None = None
 
@@ -512,13 +515,17 @@ class _Watch:
                 self._registry._remove(self._owner, self.group)
         assert ended is not None
         returncode, used = ended
+        cpu_seconds = used.ru_utime + used.ru_stime
+        if self._sandbox.bwrap is not None:
+            returncode = _told_by_bubblewrap(returncode)
+            cpu_seconds = max(cpu_seconds, self._sampled_cpu)
         return Finished(
             returncode=returncode,
             stdout=b"" if self._on_line else bytes(self._stdout),
             stderr_tail=self._stderr[-_TAIL:].decode("utf-8", "replace"),
             stderr_head=self._stderr_head.decode("utf-8", "replace") if self._stderr_cut else "",
             wall_seconds=time.monotonic() - started,
-            cpu_seconds=used.ru_utime + used.ru_stime,
+            cpu_seconds=cpu_seconds,
             max_rss_bytes=self._peak(used.ru_maxrss, own_peak),
             stopped_for=self._reason(returncode),
         )
@@ -574,7 +581,6 @@ class _Watch:
         open_streams = {out, err}
         drain_ends = 0.0
         death = _death_notice(process.pid)
-        sampled = self._sandbox.bwrap is None and not self._sandbox.portable
         poller = select.poll()
         poller.register(err, select.POLLIN)
         if death >= 0:
@@ -606,8 +612,8 @@ class _Watch:
                     if now >= wall_ends:
                         self.group.kill(StopReason.TIME)
                     self._look_for_stall(now)
-                    if sampled:
-                        self._sample(process.pid)
+                    self._sample(process.pid)
+                    self._look_at_scratch(now)
                     if self.group.stopped_for is not None:
                         # Again and again: without seccomp a tool could fork while it is killed.
                         self.group.kill(self.group.stopped_for)
@@ -674,19 +680,39 @@ class _Watch:
             self.group.kill(StopReason.STALLED)
 
     def _sample(self, pid: int) -> None:
-        """Hold what RLIMIT_DATA does not count: threads, and memory shared or mapped otherwise."""
+        """Hold what RLIMIT_DATA does not count: threads, shared memory, and the tables of pages."""
+        if self._sandbox.bwrap is not None or self._sandbox.portable:
+            pid = _last_of_line(pid)
         try:
-            with open(f"/proc/{pid}/status", "rb") as file:
-                text = file.read()
-        except OSError:
+            text = Path(f"/proc/{pid}/status").read_bytes()
+            if self._sandbox.bwrap is not None:  # it does not hand on the use of its children
+                times = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+                self._sampled_cpu = (int(times[11]) + int(times[12])) / os.sysconf("SC_CLK_TCK")
+        except OSError:  # gone, or not Linux
             return
         values = dict(_STATUS.findall(text))
         self._sampled_rss = max(self._sampled_rss, int(values.get(b"VmHWM", 0)) << 10)
-        held = sum(int(values.get(name, 0)) for name in (b"RssAnon", b"RssShmem")) << 10
+        held = sum(int(values.get(name, 0)) for name in (b"RssAnon", b"RssShmem", b"VmPTE")) << 10
         if held > self._jail.limits.memory_bytes:
             self.group.kill(StopReason.MEMORY)
         if int(values.get(b"Threads", 0)) > self._jail.limits.threads:
             self.group.kill(StopReason.THREADS)
+
+    def _look_at_scratch(self, now: float) -> None:
+        """The kernel limits each file; many files, or very many, are noticed here."""
+        if now < self._scratch_at:
+            return
+        limits = self._jail.limits
+        most = limits.scratch_bytes if limits.scratch_bytes is not None else 8 * limits.file_bytes
+        size = count = 0
+        for folder in self._jail.write:
+            for used in _used(folder):
+                size, count = size + used, count + 1
+                if size > most or count > limits.scratch_files:
+                    self.group.kill(StopReason.SCRATCH)
+                    return
+        # A folder of thousands of segments takes a while to look through: one part in twenty.
+        self._scratch_at = now + max(1.0, 20 * (time.monotonic() - now))
 
     def _peak(self, counted: int, own: int) -> int:
         """The peak of resident memory.
@@ -701,7 +727,10 @@ class _Watch:
 
     def _reason(self, returncode: int) -> StopReason | None:
         reason = self.group.stopped_for
-        if reason in (StopReason.CANCELED, StopReason.OUTPUT) or returncode == -signal.SIGKILL:
+        if (
+            reason in (StopReason.CANCELED, StopReason.OUTPUT, StopReason.SCRATCH)
+            or returncode == -signal.SIGKILL
+        ):
             return reason
         return None  # it ended by itself just before it was killed
 
@@ -731,7 +760,33 @@ class _Watch:
             self._done.set_exception(result)
 
 
-_STATUS: Final = re.compile(rb"^(VmHWM|RssAnon|RssShmem|Threads):\s+(\d+)", re.MULTILINE)
+_STATUS: Final = re.compile(rb"^(VmHWM|RssAnon|RssShmem|VmPTE|Threads):\s+(\d+)", re.MULTILINE)
+
+
+def _last_of_line(pid: int) -> int:
+    """The tool itself, below the launchers that stay: the child of the child, to the last."""
+    with suppress(OSError):
+        while children := Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            pid = int(children[-1])
+    return pid
+
+
+def _told_by_bubblewrap(returncode: int) -> int:
+    """bubblewrap says 128 + number for a signal. ffmpeg's own codes are not among these."""
+    fatal = _CRASHES | {signal.SIGKILL, signal.SIGXCPU, signal.SIGXFSZ, signal.SIGSYS}
+    return 128 - returncode if returncode - 128 in fatal else returncode
+
+
+def _used(folder: Path) -> Iterator[int]:
+    """The bytes on disk of each entry below a folder that changes meanwhile."""
+    waiting = [os.fspath(folder)]
+    while waiting:
+        with suppress(OSError), os.scandir(waiting.pop()) as entries:
+            for entry in entries:
+                with suppress(OSError):
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(entry.path)
+                    yield entry.stat(follow_symlinks=False).st_blocks * 512
 
 
 def _death_notice(pid: int) -> int:
@@ -957,7 +1012,7 @@ def classify(finished: Finished, *, tool: Tool, limits: Limits) -> Failure | Non
             return Failure(Code.TIME_LIMIT, "It was stopped because it made no more progress.")
         case StopReason.CANCELED:
             return Failure(Code.CANCELED)
-        case StopReason.OUTPUT:
+        case StopReason.OUTPUT | StopReason.SCRATCH:
             return Failure(Code.OUTPUT_LIMIT)
         case StopReason.MEMORY:
             return Failure(Code.MEMORY_LIMIT)
@@ -992,10 +1047,12 @@ def _launcher_failure(finished: Finished) -> Failure | None:
 
 def _cpu_failure(finished: Finished, tool: Tool, limits: Limits) -> Failure | None:
     """ffmpeg catches SIGXCPU and exits with 255, which it also does for other reasons."""
-    died = finished.returncode in (-signal.SIGXCPU, -signal.SIGKILL)
-    caught = finished.returncode == 255 and tool == "ffmpeg"
+    ambiguous = finished.returncode == -signal.SIGKILL or (
+        finished.returncode == 255 and tool == "ffmpeg"
+    )
     if finished.returncode == -signal.SIGXCPU or (
-        (died or caught) and finished.cpu_seconds >= limits.cpu_seconds
+        # A tenth less: where the time is sampled, the last moments are missing.
+        ambiguous and finished.cpu_seconds >= 0.9 * limits.cpu_seconds
     ):
         return Failure(
             Code.TIME_LIMIT, f"It was stopped after {limits.cpu_seconds} s of processor time."

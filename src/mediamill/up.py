@@ -93,7 +93,7 @@ class Platform:
 
 def run(settings: Settings) -> int:
     """Run the platform until SIGINT or SIGTERM; the exit code."""
-    stopping = _stop_flag()
+    stopping = stop_flag()
     try:
         with platform(settings, stopping=stopping) as running:
             _banner(running)
@@ -245,7 +245,7 @@ def _stop(services: list[Service], seconds: float) -> None:
         service.log.close()
 
 
-def _stop_flag() -> Callable[[], bool]:
+def stop_flag() -> Callable[[], bool]:
     """Whether SIGINT or SIGTERM has come."""
     came: list[int] = []
 

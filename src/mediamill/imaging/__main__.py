@@ -128,7 +128,6 @@ def _do(request: dict[str, Any], fds: list[int], complaints: Complaints) -> dict
                 outputs,
                 fds,
                 keep_animation=request.get("animation", "first") == "keep",
-                limits=limits,
                 complaints=complaints,
             )
             if request.get("preview"):

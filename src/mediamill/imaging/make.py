@@ -13,10 +13,10 @@ from typing import Any, Final, Self
 
 import pyvips
 
-from mediamill.failures import Code, Failure, Refused, limit_exceeded
+from mediamill.failures import Code, Failure, Refused
 from mediamill.imaging.complaints import Complaints, decoding, encoding
 from mediamill.imaging.decode import Picture, with_timing
-from mediamill.imaging.facts import Facts, Limits
+from mediamill.imaging.facts import Facts
 from mediamill.imaging.geometry import MAX_SIDE, Fit, Shape, shape
 
 _TAKES_ALPHA: Final = {"webp", "avif", "png"}
@@ -90,7 +90,6 @@ def make(
     fds: Sequence[int],
     *,
     keep_animation: bool,
-    limits: Limits,
     complaints: Complaints,
 ) -> tuple[list[dict[str, Any]], Any]:
     """Write every output; the answers, in order, and the decoded picture that served them."""
@@ -112,14 +111,6 @@ def make(
         began, cpu = time.perf_counter(), time.process_time()
         fd = fds[wanted.fd_index]
         if move:
-            pixels = plan.width * plan.height * facts.frames
-            if pixels > limits.max_total_pixels:
-                raise limit_exceeded(
-                    "max_total_pixels",
-                    allowed=limits.max_total_pixels,
-                    seen=pixels,
-                    unit="pixels",
-                )
             with decoding(complaints):
                 image = _lay_out_frames(picture.animation(*plan.scaled), wanted, plan, facts)
                 frames, has_alpha = image.height // plan.height, bool(image.hasalpha())
