@@ -162,9 +162,7 @@ def png(
 def gray_bands_16(values: Sequence[int], size: tuple[int, int]) -> bytes:
     """A 16-bit gray PNG of upright bands."""
     width, height = size
-    row = b"".join(
-        struct.pack(">H", values[x * len(values) // width]) for x in range(width)
-    )
+    row = b"".join(struct.pack(">H", values[x * len(values) // width]) for x in range(width))
     return png(size, [row] * height, depth=16, kind=0)
 
 
@@ -182,7 +180,7 @@ def pq_bands(nits: Sequence[float]) -> bytes:
 
     def code(light: float) -> int:
         y = (light / 10_000) ** 0.1593017578125
-        return round(((0.8359375 + 18.8515625 * y) / (1 + 18.6875 * y)) ** 78.84375 * 65535)
+        return int(((0.8359375 + 18.8515625 * y) / (1 + 18.6875 * y)) ** 78.84375 * 65535 + 0.5)
 
     row = b"".join(struct.pack(">H", code(n)) * 3 * 40 for n in nits)
     cicp = chunk(b"cICP", bytes((9, 16, 0, 1)))
@@ -207,7 +205,9 @@ def jpeg_with_everything() -> bytes:
     gps = exif.get_ifd(0x8825)
     gps.update({1: "N", 2: (1.0, 0.0, 0.0), 3: "E", 4: (2.0, 0.0, 0.0)})
     plain = save(flat((160, 120), BLUE), "JPEG", quality=90, exif=exif)
-    xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><exif:GPSLatitude>1,0N</exif:GPSLatitude></x:xmpmeta>'
+    xmp = (
+        b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><exif:GPSLatitude>1,0N</exif:GPSLatitude></x:xmpmeta>'
+    )
     iptc = b"Photoshop 3.0\x008BIM\x04\x04\0\0\0\0\0\x12\x1c\x02\x5a\0\x0cExampleville\0"
     thumbnail = save(flat((80, 60), RED), "JPEG")
     segments = (
@@ -259,9 +259,7 @@ def gif_of_changes() -> bytes:
     ImageDraw.Draw(second).rectangle((10, 10, 29, 29), fill=RED)
     third = second.copy()
     ImageDraw.Draw(third).rectangle((40, 10, 59, 29), outline=GREEN)
-    return save(
-        first, "GIF", save_all=True, append_images=[second, third], duration=200, loop=0
-    )
+    return save(first, "GIF", save_all=True, append_images=[second, third], duration=200, loop=0)
 
 
 def resized_header(jpeg: bytes, size: tuple[int, int]) -> bytes:
@@ -293,5 +291,3 @@ def soft_gradient(size: tuple[int, int]) -> bytes:
     ramp = Image.linear_gradient("L").resize((64, 64))
     image = Image.merge("RGB", (ramp, ramp.rotate(90), ramp.rotate(180)))
     return save(image.resize(size, Image.Resampling.BILINEAR), "JPEG", quality=60)
-
-

@@ -1,5 +1,4 @@
-"""The SQL files: every statement prepares against a migrated database, is used, and moves as states.py
-says."""
+"""The SQL files: every statement prepares, is used, and moves as states.py says."""
 
 from __future__ import annotations
 

@@ -599,6 +599,7 @@ async def test_where_death_cannot_be_seen_it_is_looked_for(
 
 
 @pytest.mark.anyio
+@linux
 async def test_what_a_tool_leaves_behind_goes_with_it(bench: Bench) -> None:
     """Plain limits cannot forbid a fork; the group ends with its leader."""
     code = (

@@ -54,7 +54,8 @@ class Means:
 
 @dataclass(frozen=True, slots=True)
 class LaidOut:
-    """A `Done` whose objects lie under their published keys; the manifest is still to be written."""
+    """A `Done` whose objects lie under their published keys; the manifest is still to be
+    written."""
 
     done: Done
     set_id: str
@@ -72,7 +73,8 @@ def owner(claim: Claim) -> str:
 
 
 class Attempt:
-    """The `Work` of one claim. `run` never raises; whatever happens is settled or left to the lease."""
+    """The `Work` of one claim. `run` never raises; whatever happens is settled or left to the
+    lease."""
 
     def __init__(self, means: Means, claim: Claim, scratch: Path) -> None:
         self._means = means
@@ -330,7 +332,8 @@ class Attempt:
                 await db.outlast(lambda: self._commit(outcome), seconds=_OUTAGE_SECONDS)
 
     async def _commit(self, outcome: Ending) -> None:
-        """Everything that the end of the attempt changes, in one transaction that checks the fence."""
+        """Everything that the end of the attempt changes, in one transaction that checks the
+        fence."""
         settings, claim = self._means.settings, self.claim
         keep = settings.job_retention_seconds
         async with db.transaction(self._means.pool) as connection:
@@ -430,7 +433,8 @@ async def settle_failure(
     outcome: str | None = None,
     record: jobs.Record = jobs.NO_RECORD,
 ) -> retry.Decision:
-    """Retry, fail or bury a job whose attempt failed, in the caller's transaction. Raises LeaseLost."""
+    """Retry, fail or bury a job whose attempt failed, in the caller's transaction. Raises
+    LeaseLost."""
     verdict = problem.code.verdict
     crash, resource = verdict is Verdict.CRASH, verdict is Verdict.RESOURCE
     decision = retry.decide(

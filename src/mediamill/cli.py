@@ -64,7 +64,8 @@ def _runner() -> asyncio.Runner:
 @click.option("--slots", help="Slots of the worker, such as image=4,video=1.")
 @click.option("--data-dir", type=click.Path(file_okay=False), help="Where everything local lives.")
 def up(**flags: Any) -> None:
-    """Start everything on this machine, with an embedded PostgreSQL unless MEDIAMILL_DATABASE_URL is set."""
+    """Start everything on this machine, with an embedded PostgreSQL unless MEDIAMILL_DATABASE_URL
+    is set."""
     from mediamill import up as platform
 
     sys.exit(platform.run(_settings(**flags)))

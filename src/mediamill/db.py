@@ -40,7 +40,7 @@ _LOST: Final = (
 
 
 class Unavailable(Exception):
-    """The database cannot be reached, or the connection was lost; what was not committed is not done.
+    """The database cannot be reached, or was lost; what was not committed is not done.
 
     A commit whose answer was lost may have happened.
     """
@@ -90,7 +90,8 @@ async def connect(dsn: str, *, application: str = "mediamill") -> Connection:
 
 
 async def open_pool(dsn: str, *, size: int, application: str = "mediamill") -> Pool:
-    """A pool of at most `size` connections; the first one is opened now, so that errors show here."""
+    """A pool of at most `size` connections; the first one is opened now, so that errors show
+    here."""
     with _translated(OSError, TimeoutError):
         pool = await asyncpg.create_pool(
             dsn,
@@ -195,7 +196,7 @@ def migrations() -> tuple[Migration, ...]:
 async def migrate(
     dsn: str, *, finish: Callable[[Connection], Awaitable[None]] | None = None
 ) -> list[Migration]:
-    """Bring the schema up to date; returns what was applied. Safe to run from many processes at once.
+    """Bring the schema up to date; returns what was applied. Many processes may run it at once.
 
     `finish` runs under the same lock after our own steps (the queue engine installs itself there).
     """

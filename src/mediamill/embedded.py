@@ -118,7 +118,7 @@ class Embedded:
                 finally:
                     os.close(lock)
                 _hear(starter, deadline, self.log_path)
-            if _answers(self._folder):
+            if _answers(self._folder, deadline):
                 return
             _pause(deadline, self.log_path)
 
@@ -227,7 +227,7 @@ def _start_supervisor(folder: Path, bin_dir: Path, lock: int) -> subprocess.Pope
 
 
 def _hear(starter: subprocess.Popen[bytes], deadline: float, log: Path) -> None:
-    """Returns when the supervisor says that its server is ready."""
+    """Returns when the supervisor says that its server is ready, or was ended before a word."""
     assert starter.stdout is not None
     said = b""
     with starter:
@@ -241,9 +241,8 @@ def _hear(starter: subprocess.Popen[bytes], deadline: float, log: Path) -> None:
             if not chunk:
                 break
             said += chunk
-    if said != READY + b"\0":
-        reason = said.rstrip(b"\0").decode(errors="replace").strip()
-        raise EmbeddedError(reason or f"PostgreSQL did not start; its log {log} may tell why.")
+    if said not in (b"", READY + b"\0"):
+        raise EmbeddedError(said.rstrip(b"\0").decode(errors="replace").strip())
 
 
 def _pause(deadline: float, log: Path) -> None:
@@ -252,7 +251,7 @@ def _pause(deadline: float, log: Path) -> None:
     time.sleep(0.02)
 
 
-def _answers(folder: Path) -> bool:
+def _answers(folder: Path, deadline: float) -> bool:
     """Whether the server of this folder, not one that a stranger put in its place, takes us in."""
     if is_starting(folder):
         return False
@@ -262,4 +261,5 @@ def _answers(folder: Path) -> bool:
             return False
     except FileNotFoundError:
         return False
-    return ask(directory, NAME) in UP
+    left = max(deadline - time.monotonic(), 0.1)
+    return ask(directory, NAME, timeout_seconds=left) in UP

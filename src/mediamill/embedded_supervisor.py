@@ -404,12 +404,14 @@ def is_starting(folder: Path) -> bool:
     return len(lines) < 8 or lines[7].strip() != b"ready"
 
 
-def ask(directory: Path, database: str, statement: str = "") -> str | None:
+def ask(
+    directory: Path, database: str, statement: str = "", *, timeout_seconds: float = 10.0
+) -> str | None:
     """The server's answer: "" for yes, an SQLSTATE for no, None if nobody answers."""
     names = f"user\0{NAME}\0database\0{database}\0\0".encode()
     hello = struct.pack("!II", len(names) + 8, 3 << 16) + names
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as talk:
-        talk.settimeout(10.0)
+        talk.settimeout(timeout_seconds)
         try:
             talk.connect(str(directory / f".s.PGSQL.{PORT}"))
             stream = talk.makefile("rb")

@@ -82,7 +82,8 @@ class Forecaster:
         progress: float | None = None,
         now: datetime | None = None,
     ) -> Estimate:
-        """Time left for a job with `ahead` jobs before it, or for one that runs since `started_at`."""
+        """Time left for a job with `ahead` jobs before it, or for one that runs since
+        `started_at`."""
         jobs, p50, p90 = await self._recent(kind, recipe)
         if started_at is not None and now is not None and progress is not None and progress >= 5.0:
             elapsed = (now - started_at).total_seconds()

@@ -376,7 +376,8 @@ class Failure(_Coded):
 
 
 class Refused(_Coded):
-    """A request cannot be honoured. `errors` lists the fields at fault, `headers` go out with it."""
+    """A request cannot be honoured. `errors` lists the fields at fault, `headers` go out with
+    it."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Idempotency-Key: a create that is repeated with its key is answered again, not done again.
 
-The key's row lives in the transaction of what it guards, so an API that dies between the commit and the
-answer has still remembered it.
+The key's row lives in the transaction of what it guards, so an API that dies between the commit
+and the answer has still remembered it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What all processes of one installation share through the database: its id, its secrets, its workers."""
+"""What all processes of one installation share through the database: its id, its secrets, its
+workers."""
 
 from __future__ import annotations
 

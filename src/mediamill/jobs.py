@@ -1,7 +1,7 @@
 """The status store: one function per move of a job, in life order. The row decides, not the caller.
 
-A function that a worker calls names the fence it was given at the claim and raises LeaseLost when the
-row no longer carries it.
+A function that a worker calls names the fence it was given at the claim and raises LeaseLost when
+the row no longer carries it.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ async def claim(
     worker: str,
     lease_seconds: float,
 ) -> list[Claim]:
-    """Claim those jobs of `tickets` that are claimable now; a ticket for any other is worth nothing."""
+    """Claim those jobs of `tickets` that are claimable now; a ticket for any other is worth
+    nothing."""
     rows = await connection.fetch(
         _SQL.claim,
         [t.tenant_id for t in tickets],
@@ -103,7 +104,8 @@ async def claim(
 async def renew(
     connection: db.Connection, claims: Sequence[Claim], *, lease_seconds: float
 ) -> dict[tuple[UUID, int], bool]:
-    """Renew all leases of this process; maps what is still held to whether a cancel was asked for."""
+    """Renew all leases of this process; maps what is still held to whether a cancel was asked
+    for."""
     rows = await connection.fetch(
         _SQL.renew,
         [c.tenant_id for c in claims],
@@ -269,7 +271,8 @@ async def cancel_of_media(
 async def replay(
     connection: db.Connection, tenant_id: str, job_id: UUID, *, generation: int | None
 ) -> bool:
-    """failed → queued with a fresh ticket, attempts from zero and history kept; False if not failed."""
+    """failed → queued with a fresh ticket, attempts from zero and history kept; False if not
+    failed."""
     row = await connection.fetchrow(_SQL.replay, tenant_id, job_id, generation)
     if row is not None:
         ticket = Ticket(row["queue"], tenant_id, job_id, row["priority"])

@@ -1,7 +1,7 @@
 """API keys: `mpk_live_<id>_<secret><checksum>`.
 
-Only an HMAC of the secret is stored. The checksum refuses a typo without asking the database, and the
-fixed beginning lets secret scanners find a leaked key.
+Only an HMAC of the secret is stored. The checksum refuses a typo without asking the database, and
+the fixed beginning lets secret scanners find a leaked key.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Leases of one process: a thread of their own renews them, whatever the work is doing.
 
-One batched UPDATE per beat, on a connection and an event loop that nothing else uses. A job that the
-statement does not return is lost; a job that could not be renewed for `self_stop_seconds` by this
-machine's monotonic clock is given up before its lease can end. Both stop the job's tools at once, from
-this thread.
+One batched UPDATE per beat, on a connection and an event loop that nothing else uses. A job that
+the statement does not return is lost; a job that could not be renewed for `self_stop_seconds` by
+this machine's monotonic clock is given up before its lease can end. Both stop the job's tools at
+once, from this thread.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ class Leases:
             self._thread.join(timeout=self._self_stop_seconds)
 
     def hold(self, claim: Claim, claimed_at: float) -> None:
-        """Begin to renew. `claimed_at` is the clock before the claim was sent: when its lease began."""
+        """Begin to renew. `claimed_at` is the clock before the claim was sent: when its lease
+        began."""
         with self._lock:
             self._held[claim.key] = claim, claimed_at
 

@@ -1,7 +1,7 @@
 """The periodic duties. However many processes run them, each duty runs once at a time.
 
-A duty is a function of a connection that holds the duty's lock; it does a bounded amount and returns how
-much it did. All decisions are made on database time.
+A duty is a function of a connection that holds the duty's lock; it does a bounded amount and
+returns how much it did. All decisions are made on database time.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ class Maintenance:
     async def rescue(self, connection: db.Connection) -> int:
         """Jobs whose lease ran out: queued again with a fresh ticket, or buried.
 
-        Holds off for one lease after an outage of the server or of this process, so that the workers
-        that live can renew first.
+        Holds off for one lease after an outage of the server or of this process, so that the
+        workers that live can renew first.
         """
         now = self._clock()
         gap = 0.0 if self._swept_at is None else now - self._swept_at

@@ -1,4 +1,5 @@
-"""One uploaded original and all that is known about it: one function per statement, in life order."""
+"""One uploaded original and all that is known about it: one function per statement, in life
+order."""
 
 from __future__ import annotations
 
@@ -98,7 +99,7 @@ async def accept(
     births: Sequence[Birth],
     max_attempts: int,
 ) -> db.Row | None:
-    """awaiting_upload → uploaded → queued, with its jobs and their tickets; None if it was not first.
+    """awaiting_upload → uploaded → queued, with its jobs and their tickets; None if not first.
 
     Run inside a transaction: the rows and the tickets come into being together.
     """
@@ -173,7 +174,8 @@ async def reprocess(
 async def replay(connection: db.Connection, tenant_id: str, job: db.Row) -> bool:
     """Replay a failed job; its media goes with it into a new generation if it was the main one.
 
-    False if the job is not failed, or the media has moved on or was deleted. Run inside a transaction.
+    False if the job is not failed, or the media has moved on or was deleted. Run inside a
+    transaction.
     """
     generation = job["generation"]
     if job["role"] == "main":

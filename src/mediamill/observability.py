@@ -77,7 +77,8 @@ def _clean(text: str) -> str:
 
 
 class Metrics:
-    """The API process's metrics. Label sets are closed: no tenant, id or address is ever a label."""
+    """The API process's metrics. Label sets are closed: no tenant, id or address is ever a
+    label."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()

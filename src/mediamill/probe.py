@@ -1,7 +1,7 @@
-"""What is it: the commands that ask ffprobe and ffmpeg about a file, and how their answers are read.
+"""What is it: the commands that ask ffprobe and ffmpeg about a file, and how to read them.
 
-Pure: nothing here starts a program. Every command reads an open file (`fd:`) and nothing else, and takes
-only containers that cannot name other files.
+Pure: nothing here starts a program. Every command reads an open file (`fd:`) and nothing else, and
+takes only containers that cannot name other files.
 """
 
 from __future__ import annotations
@@ -17,25 +17,27 @@ from typing import Any, Final
 from mediamill.config import Settings
 from mediamill.failures import Code, Failure, limit_exceeded
 
-# Demuxers that read one self-contained file. Playlists, concat scripts, SDP and pictures are not here.
+# Demuxers that read one self-contained file. Playlists, concat scripts, SDP and pictures are not
+# here.
 CONTAINERS: Final = (
     "mov,matroska,webm,avi,mpegts,mpeg,mpegvideo,flv,asf,ogg,mp3,wav,w64,flac,aac,aiff,amr,caf,rm"
 )
 INPUT_GUARD: Final = ("-protocol_whitelist", "fd", "-format_whitelist", CONTAINERS)
 _MAX_PIXELS: Final = 16384 * 8192
 
-# What may be decoded. A codec that is not here is refused by name: each decoder is an attack surface.
+# What may be decoded. A codec that is not here is refused by name: each decoder is an attack
+# surface.
 VIDEO_CODECS: Final = frozenset(
-    "h264 hevc vp8 vp9 av1 mpeg1video mpeg2video mpeg4 msmpeg4v1 msmpeg4v2 msmpeg4v3 h261 h263 h263p"
-    " h263i flv1 wmv1 wmv2 wmv3 vc1 theora mjpeg mjpegb prores dnxhd dvvideo ffv1 huffyuv ffvhuff"
-    " rawvideo png qtrle cinepak svq1 svq3 vp6 vp6a vp6f vp3 rv10 rv20 rv30 rv40 utvideo magicyuv"
-    " jpeg2000 hap cfhd v210 gif apng webp tscc zmbv flashsv".split()
+    "h264 hevc vp8 vp9 av1 mpeg1video mpeg2video mpeg4 msmpeg4v1 msmpeg4v2 msmpeg4v3 h261"
+    " h263 h263p h263i flv1 wmv1 wmv2 wmv3 vc1 theora mjpeg mjpegb prores dnxhd dvvideo ffv1"
+    " huffyuv ffvhuff rawvideo png qtrle cinepak svq1 svq3 vp6 vp6a vp6f vp3 rv10 rv20 rv30"
+    " rv40 utvideo magicyuv jpeg2000 hap cfhd v210 gif apng webp tscc zmbv flashsv".split()
 )
 AUDIO_CODECS: Final = frozenset(
-    "aac aac_latm mp1 mp2 mp3 opus vorbis flac alac ac3 eac3 dts truehd mlp speex wmav1 wmav2 wmapro"
-    " wmalossless wmavoice amr_nb amr_wb cook ra_144 ra_288 sipr atrac3 atrac3p nellymoser qdm2 qcelp"
-    " gsm gsm_ms ilbc tta wavpack ape adpcm_ms adpcm_ima_wav adpcm_ima_qt adpcm_swf adpcm_yamaha"
-    " adpcm_g722 adpcm_g726".split()
+    "aac aac_latm mp1 mp2 mp3 opus vorbis flac alac ac3 eac3 dts truehd mlp speex wmav1 wmav2"
+    " wmapro wmalossless wmavoice amr_nb amr_wb cook ra_144 ra_288 sipr atrac3 atrac3p"
+    " nellymoser qdm2 qcelp gsm gsm_ms ilbc tta wavpack ape adpcm_ms adpcm_ima_wav"
+    " adpcm_ima_qt adpcm_swf adpcm_yamaha adpcm_g722 adpcm_g726".split()
 )
 
 _HDR: Final = {"smpte2084": "pq", "arib-std-b67": "hlg"}
@@ -81,7 +83,8 @@ class AudioStream:
 
 @dataclass(frozen=True, slots=True)
 class MediaInfo:
-    """A container and what matters in it. Durations in seconds; None where the file does not say."""
+    """A container and what matters in it. Durations in seconds; None where the file does not
+    say."""
 
     container: str
     duration_seconds: float | None

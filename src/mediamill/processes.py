@@ -159,7 +159,8 @@ async def _maintain(
 async def _base(
     settings: Settings, service: str
 ) -> AsyncIterator[tuple[db.Pool, Installation, LocalStorage]]:
-    """What every process opens: the database at a schema that we know, and the storage that fits it."""
+    """What every process opens: the database at a schema that we know, and the storage that fits
+    it."""
     dsn = require_database(settings)
     await db.wait_until_up(dsn, seconds=30)
     pool = await db.open_pool(
@@ -216,8 +217,8 @@ def _stop_on_signals() -> asyncio.Event:
 class _Server(uvicorn.Server):
     """Tells open streams that the end is near, before it waits for them to close.
 
-    uvicorn runs the application's shutdown only after connections have closed, so a stream that waits
-    for an event would never hear of it.
+    uvicorn runs the application's shutdown only after connections have closed, so a stream that
+    waits for an event would never hear of it.
     """
 
     def __init__(self, config: uvicorn.Config, shutting_down: asyncio.Event) -> None:

@@ -1,8 +1,8 @@
 """The port to the queue engine, PgQueuer: it hands out tickets and wakes workers, nothing else.
 
-A ticket names a job. It is only a hint: the truth is the job's row. A ticket is taken, the job claimed
-and the ticket removed in one transaction, so the engine never holds work that our rows do not know.
-Publishing uses the caller's connection, so that a rollback leaves no ticket.
+A ticket names a job. It is only a hint: the truth is the job's row. A ticket is taken, the job
+claimed and the ticket removed in one transaction, so the engine never holds work that our rows do
+not know. Publishing uses the caller's connection, so that a rollback leaves no ticket.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Signed addresses of the local storage: HMAC-SHA256 over everything that the holder may not change.
+"""Signed addresses of the local storage: HMAC-SHA256 over all that the holder may not change.
 
-The keys live in the database, newest first: the first one signs, all of them verify, so that a rotation
-has an overlap.
+The keys live in the database, newest first: the first one signs, all of them verify, so that a
+rotation has an overlap.
 """
 
 from __future__ import annotations

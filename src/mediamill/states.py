@@ -1,7 +1,7 @@
 """Every state and every legal move: the map. The SQL `WHERE state = …` is the judge.
 
-Nothing here knows who moves or why. `tests/test_states.py` holds this table, the `moves:` comments in
-`sql/` and the CHECKs of the schema together.
+Nothing here knows who moves or why. `tests/test_states.py` holds this table, the `moves:` comments
+in `sql/` and the CHECKs of the schema together.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ MEDIA_FOLLOWS_JOB: Final[dict[JobState, MediaState]] = {
     JobState.FAILED: MediaState.FAILED,
     JobState.CANCELED: MediaState.FAILED,
 }
-"""Where a media goes when its main job moves. Only the main job of the current generation counts."""
+"""Where a media goes when its main job moves. Only the main job of the current generation
+counts."""
 
 MEDIA_TERMINAL: Final = frozenset({MediaState.READY, MediaState.FAILED, MediaState.EXPIRED})
 JOB_TERMINAL: Final = frozenset({JobState.COMPLETED, JobState.FAILED, JobState.CANCELED})

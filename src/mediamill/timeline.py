@@ -1,4 +1,5 @@
-"""Why it took as long as it did: exclusive segments that tile the time from birth to end exactly."""
+"""Why it took as long as it did: exclusive segments that tile the time from birth to end
+exactly."""
 
 from __future__ import annotations
 
@@ -73,8 +74,9 @@ def sentence(found: Sequence[Segment], *, state: str) -> str:
     for segment in found:
         by_name[segment.name] = by_name.get(segment.name, 0.0) + segment.seconds
     longest = max(by_name, key=lambda name: by_name[name])
+    where = _PHRASES.get(longest, longest)
     return (
-        f"{_say(total)} in all, of which {_say(by_name[longest])} {_PHRASES.get(longest, longest)}; "
+        f"{_say(total)} in all, of which {_say(by_name[longest])} {where}; "
         f"it is {state.replace('_', ' ')}."
     )
 

@@ -687,7 +687,8 @@ class _Watch:
             text = Path(f"/proc/{pid}/status").read_bytes()
             if self._sandbox.bwrap is not None:  # it does not hand on the use of its children
                 times = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-                self._sampled_cpu = (int(times[11]) + int(times[12])) / os.sysconf("SC_CLK_TCK")
+                spent = (int(times[11]) + int(times[12])) / os.sysconf("SC_CLK_TCK")
+                self._sampled_cpu = max(self._sampled_cpu, spent)
         except OSError:  # gone, or not Linux
             return
         values = dict(_STATUS.findall(text))

@@ -1,7 +1,7 @@
 """`mediamill up`: the whole platform on one machine, as one process tree.
 
-The processes are the same that run apart in a fleet. One that dies is started again; when this process
-is told to stop, or dies itself, all of them go.
+The processes are the same that run apart in a fleet. One that dies is started again; when this
+process is told to stop, or dies itself, all of them go.
 """
 
 from __future__ import annotations

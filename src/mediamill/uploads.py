@@ -1,7 +1,7 @@
-"""Bytes come in: slots, their signed addresses, and the one guarded way in which an original is accepted.
+"""Bytes come in: slots, signed addresses, and the one guarded way to accept an original.
 
-`complete`, the reconciler and (later) storage events all go through `accept`; whoever is first makes the
-jobs, the others find that it is done.
+`complete`, the reconciler and (later) storage events all go through `accept`; whoever is first
+makes the jobs, the others find that it is done.
 """
 
 from __future__ import annotations
@@ -105,9 +105,9 @@ def sign(store: Storage, opened: media.Slot) -> SignedRequest:
 def births(kind: str | None) -> list[Birth]:
     """The jobs that an accepted original begins with.
 
-    A video gets its preview from a job of its own on the image queue, so that it does not wait behind
-    other videos. What is not announced as video begins on the image queue and is sent on if it is not
-    an image after all.
+    A video gets its preview from a job of its own on the image queue, so that it does not wait
+    behind other videos. What is not announced as video begins on the image queue and is sent on if
+    it is not an image after all.
     """
     match kind:
         case "video":
@@ -131,8 +131,8 @@ async def complete(
 ) -> bool:
     """Accept the uploaded original; True if this call did it, False if it was accepted before.
 
-    Raises Refused: NOT_FOUND, GONE, UPLOAD_EXPIRED, SOURCE_MISSING or SIZE_MISMATCH; in the last two
-    the slot stays open. Run inside a transaction.
+    Raises Refused: NOT_FOUND, GONE, UPLOAD_EXPIRED, SOURCE_MISSING or SIZE_MISMATCH; in the last
+    two the slot stays open. Run inside a transaction.
     """
     original = await media.original(connection, tenant_id, media_id)
     if original is None:

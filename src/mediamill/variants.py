@@ -1,8 +1,8 @@
 """Results: from verified files in scratch to a published set that readers see whole or not at all.
 
-Storage cannot check fences, so outputs are staged under the attempt's own prefix and copied to keys that
-name their content; the manifest rows and the final state come last, in one transaction that checks the
-fence. Whoever loses the lease in between has overwritten nothing.
+Storage cannot check fences, so outputs are staged under the attempt's own prefix and copied to
+keys that name their content; the manifest rows and the final state come last, in one transaction
+that checks the fence. Whoever loses the lease in between has overwritten nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Item:
 
 
 def stage_prefix(claim: Claim) -> str:
-    """Where one attempt stages; names the fence, so a sweep can tell whether it is still at work."""
+    """Where one attempt stages; names the fence, so a sweep can tell whether it is still at
+    work."""
     return f"{storage.STAGE}/{claim.tenant_id}/{claim.id}.{claim.fence}"
 
 
@@ -133,7 +134,8 @@ async def current(
 
 
 async def by_key(connection: db.Connection, key: str) -> db.Row | None:
-    """The manifest row of a published key; None for anything that was never published or is deleted."""
+    """The manifest row of a published key; None for anything that was never published or is
+    deleted."""
     parts = key.split("/")
     if len(parts) != 6 or parts[0] != storage.MEDIA:
         return None

@@ -52,7 +52,8 @@ class Worker:
         self._loop = asyncio.get_running_loop()
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Work until `stop` is set, then drain: finish, or hand back what does not finish in time."""
+        """Work until `stop` is set, then drain: finish, or hand back what does not finish in
+        time."""
         async with db.acquire(self._means.pool) as connection:
             await installation.register_worker(
                 connection,
@@ -176,7 +177,8 @@ class Worker:
 class ScratchFolder:
     """This process's own scratch folder, locked for as long as the process lives.
 
-    The kernel drops the lock with the process, so a folder that can be locked belongs to a dead one.
+    The kernel drops the lock with the process, so a folder that can be locked belongs to a dead
+    one.
     """
 
     def __init__(self, root: Path, worker: str) -> None:

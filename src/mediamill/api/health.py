@@ -25,7 +25,8 @@ async def livez(_request: Request) -> Response:
 
 
 async def readyz(request: Request) -> Response:
-    """Requests can be served: the database answers with a schema that we know, and we are not leaving."""
+    """Requests can be served: the database answers with a schema that we know, and we are not
+    leaving."""
     here = services(request)
     began = time.perf_counter()
     checks: dict[str, Any] = {}

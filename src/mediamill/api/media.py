@@ -50,7 +50,8 @@ Metadata = dict[Annotated[str, Field(max_length=64)], str | int | float | bool |
 
 
 class NewMedia(BaseModel):
-    """A file that the client wants to upload. `size` is exact: the signed address takes no other."""
+    """A file that the client wants to upload. `size` is exact: the signed address takes no
+    other."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -314,7 +315,8 @@ async def read_media(request: Request) -> Response:
 
 
 async def list_media(request: Request) -> Response:
-    """Newest first. `state` takes several, separated by commas; `cursor` goes on where a page ended."""
+    """Newest first. `state` takes several, separated by commas; `cursor` goes on where a page
+    ended."""
     sender = await caller(request, "media:read")
     known_parameters(request, "limit", "cursor", "state")
     here = services(request)

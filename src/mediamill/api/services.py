@@ -102,7 +102,8 @@ def known_parameters(request: Request, *names: str) -> None:
 
 
 def shown_error(stored: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A stored failure in today's words: the code is what was stored, its sentence is the table's."""
+    """A stored failure in today's words: the code is what was stored, its sentence is the
+    table's."""
     if stored is None or stored.get("code") not in BY_NAME:
         return stored
     code = BY_NAME[stored["code"]]

@@ -1,7 +1,7 @@
 """/storage: the local storage, played towards clients as an object store would.
 
-A signed address is the only way in or out. What is served has the type and hash of the manifest, never
-what the disk or the uploader says.
+A signed address is the only way in or out. What is served has the type and hash of the manifest,
+never what the disk or the uploader says.
 """
 
 from __future__ import annotations

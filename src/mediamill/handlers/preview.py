@@ -1,4 +1,5 @@
-"""The preview of a video: size, length and placeholder within moments, while the encode still waits."""
+"""The preview of a video: size, length and placeholder within moments, while the encode still
+waits."""
 
 from __future__ import annotations
 

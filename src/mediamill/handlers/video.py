@@ -244,7 +244,8 @@ async def _encode_all(work: Work, encodes: Sequence[Encode], info: MediaInfo) ->
 def _progress(
     work: Work, duration: float | None, base: float, span: float
 ) -> Callable[[str], bool]:
-    """Reads `-progress`: out_time against the expected duration. Unknown lengths show no percent."""
+    """Reads `-progress`: out_time against the expected duration. Unknown lengths show no
+    percent."""
     last = 0
 
     def line(text: str) -> bool:
@@ -444,7 +445,8 @@ def _sample_rate(source: int) -> str:
 
 
 def _encode_jail(work: Work, info: MediaInfo) -> Jail:
-    """Limits by what the source is: a slow machine needs some minutes for each of megapixel-seconds."""
+    """Limits by what the source is: a slow machine needs some minutes for each of megapixel-
+    seconds."""
     duration = info.duration_seconds or work.settings.max_duration_seconds
     pixels = info.video.stored_width * info.video.stored_height if info.video else 100_000
     seconds = 120 + duration * max(1.0, pixels / 300_000) * 4

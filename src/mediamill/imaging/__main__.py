@@ -149,6 +149,7 @@ def _hello() -> dict[str, Any]:
         "libvips": ".".join(str(pyvips.version(part)) for part in range(3)),
         "reads": list(decode.FORMATS),
         "writes": sorted(MAX_SIDE),
+        "open_fds": len(os.listdir("/dev/fd")),
         "max_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
 

@@ -15,6 +15,7 @@ _PROFILE: Final = "icc-profile-data"
 _SPACES: Final = {b"RGB ": (3, 4), b"GRAY": (1, 2), b"CMYK": (4, 5)}
 P3: Final = 12
 """Color primaries of Display P3, by their number in ITU-T H.273."""
+PROFILE_UNUSABLE: Final = "The color profile cannot be used and was left out."
 TRANSFERS: Final = {16: "pq", 18: "hlg"}
 
 
@@ -82,7 +83,7 @@ def _apply(image: Any, warnings: list[str]) -> Any:
             _transformed(trial).avg()
             return _transformed(image)
         except pyvips.Error:
-            problem = "The color profile cannot be used and was left out."
+            problem = PROFILE_UNUSABLE
     warnings.append(problem)
     return image
 

@@ -69,6 +69,12 @@ _RAISED_BY_PILLOW: Final = (
 )
 
 
+# What libvips logs when it takes plain sRGB in place of a profile that it cannot use.
+_PROFILE_UNUSED: Final = re.compile(
+    r"profile (?:does not support|incompatible)|unable to load .*profile|corrupt profile", re.I
+)
+
+
 class Complaints(logging.Handler):
     """Collects what libvips logs while one request is worked on. Attach it once per process."""
 
@@ -86,6 +92,10 @@ class Complaints(logging.Handler):
         logger.addHandler(self)
         logger.setLevel(logging.WARNING)
         logger.propagate = False
+
+    @property
+    def profile_unused(self) -> bool:
+        return any(_PROFILE_UNUSED.match(line) for line in self.lines)
 
     def raise_damage(self) -> None:
         """Raise `corrupt_input` if a decoder mentioned damage and went on."""

@@ -91,7 +91,10 @@ class Picture:
     def still(self, width: int, height: int) -> Any:
         """The first frame, decoded into memory."""
         with decoding(self.complaints):
-            return _drop_idle_alpha(self._still(width, height).copy_memory())
+            image = _drop_idle_alpha(self._still(width, height).copy_memory())
+        if self.complaints.profile_unused and not any("profile" in w for w in self.warnings):
+            self.warnings.append(color.PROFILE_UNUSABLE)
+        return image
 
     def animation(self, width: int, height: int) -> Any:
         """All frames, one below the other, with `page-height`, `delay` and `loop`. Not decoded

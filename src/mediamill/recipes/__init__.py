@@ -1,7 +1,7 @@
 """What is wanted: recipes are data, named and versioned; a version never changes once shipped.
 
-The built-in ones are the JSON files beside this module, `<name>.v<version>.json`. The models below are
-the language; `schema()` is its JSON Schema.
+The built-in ones are the JSON files beside this module, `<name>.v<version>.json`. The models below
+are the language; `schema()` is its JSON Schema.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class ImageFormat(_Strict):
 
 
 class ImageOutputs(_Strict):
-    """An image in several widths and formats. Never enlarged: widths above the source give its own."""
+    """An image in several widths and formats. Never enlarged: widths above the source give its
+    own."""
 
     widths: tuple[Annotated[int, Field(ge=1, le=16384)], ...] = Field(min_length=1, max_length=16)
     formats: tuple[ImageFormat, ...] = Field(min_length=1, max_length=4)

@@ -1,7 +1,7 @@
-"""Where bytes live: the contract that every storage keeps. `tests/storage/conformance.py` proves it.
+"""Where bytes live: the contract that every storage keeps (tests/storage/conformance.py).
 
-Keys are minted by us from `[a-z0-9/_.-]` and begin with one of the areas below. An object is written
-once and never changed.
+Keys are minted by us from `[a-z0-9/_.-]` and begin with one of the areas below. An object is
+written once and never changed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ MEDIA: Final = "media"
 
 
 class StorageRefused(Exception):
-    """This storage does not belong to this installation, or cannot be used; the message says why."""
+    """This storage does not belong to this installation, or cannot be used; the message says
+    why."""
 
 
 class AlreadyStored(Exception):
@@ -47,7 +48,8 @@ class SignedRequest:
 
 
 class Storage(Protocol):
-    """Every method may raise Failure(STORAGE_UNAVAILABLE), and SCRATCH_FULL when the disk is full."""
+    """Every method may raise Failure(STORAGE_UNAVAILABLE), and SCRATCH_FULL when the disk is
+    full."""
 
     async def stat(self, key: str) -> Stored | None:
         """The object under `key`, or None."""

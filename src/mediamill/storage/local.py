@@ -1,8 +1,8 @@
 """Objects on a local disk, with the semantics of an object store.
 
-An object is a read-only file that appears whole: written under a temporary name, synced, then linked to
-its name (link refuses a taken name; rename would overwrite), then its folder synced. Objects on the same
-filesystem as the scratch folder are linked, not copied.
+An object is a read-only file that appears whole: written under a temporary name, synced, then
+linked to its name (link refuses a taken name; rename would overwrite), then its folder synced.
+Objects on the same filesystem as the scratch folder are linked, not copied.
 """
 
 from __future__ import annotations
