@@ -215,7 +215,8 @@ async def test_ink_with_a_profile_for_light_is_read_as_plain_ink(studio: Studio)
 async def test_wide_colors_are_brought_to_srgb(
     studio: Studio, profile: bytes, stored: RGB, shown: RGB, format: str
 ) -> None:
-    options: dict[str, Any] = {"WEBP": {"lossless": True}, "JPEG": {"quality": 97}}.get(format, {})
+    every: dict[str, dict[str, Any]] = {"WEBP": {"lossless": True}, "JPEG": {"quality": 97}}
+    options = every.get(format, {})
     data = save(media.flat((200, 200), stored), format, icc_profile=profile, **options)
     for output in ALL_FORMATS:
         image = await studio.one(data, output, width=120, quality=90)

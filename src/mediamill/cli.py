@@ -15,8 +15,13 @@ from mediamill.config import ConfigError, Settings
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="mediamill")
-def main() -> None:
+@click.option("--bound-to", type=int, hidden=True, help="End with the process of this id.")
+def main(bound_to: int | None) -> None:
     """Asynchronous media processing behind a durable queue."""
+    if bound_to is not None:
+        from mediamill import processes
+
+        processes.bind_to(bound_to)
 
 
 def _settings(**flags: Any) -> Settings:
@@ -120,7 +125,9 @@ def migrate() -> None:
 def doctor() -> None:
     """Check what this machine can do, and say what to mend. Exits 1 if something must be."""
     from mediamill import doctor as checks
+    from mediamill import observability
 
+    observability.configure_logs("doctor", level="warning")
     sys.exit(asyncio.run(checks.run(_settings())))
 
 

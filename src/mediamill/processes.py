@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import os
 import signal
 import socket
+import sys
+import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from types import FrameType
@@ -228,3 +233,20 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._shutting_down.set()
         super().handle_exit(sig, frame)
+
+
+def bind_to(parent: int) -> None:
+    """From now on this process ends when `parent`, which started it, ends in whatever way."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1  # include/uapi/linux/prctl.h
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+        if os.getppid() != parent:  # it died before the call above
+            sys.exit(1)
+        return
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()

@@ -7,7 +7,6 @@ process is told to stop, or dies itself, all of them go.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import os
 import signal
@@ -171,7 +170,7 @@ def _service(settings: Settings, dsn: str, name: str) -> Service:
     if "MEDIAMILL_FAILPOINT" in os.environ:
         env["MEDIAMILL_FAILPOINT"] = os.environ["MEDIAMILL_FAILPOINT"]
     # A child that outlives this process would work on unseen: it is bound to it first.
-    argv = [sys.executable, "-m", "mediamill.up", str(os.getpid()), name]
+    argv = [sys.executable, "-m", "mediamill", "--bound-to", str(os.getpid()), name]
     return Service(name, argv, env, observability.open_log(settings.logs_dir, name))
 
 
@@ -294,28 +293,3 @@ def _write_private(path: Path, text: str) -> None:
     with os.fdopen(fd, "w") as file:
         os.fchmod(fd, 0o600)
         file.write(text)
-
-
-def _bind_to(parent: int) -> None:
-    """Die with the process that started this one."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
-        if os.getppid() != parent:  # it died before the call above
-            sys.exit(1)
-        return
-    import threading
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-if __name__ == "__main__":
-    _bind_to(int(sys.argv[1]))
-    from mediamill.cli import main
-
-    main(sys.argv[2:])
