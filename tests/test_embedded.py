@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +48,9 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and P
 class User:
     """A process that uses the server of a folder until it leaves or is killed."""
 
-    def __init__(self, folder: Path, python: str = sys.executable, **options: Any) -> None:
+    def __init__(self, folder: Path, python: Sequence[str], **options: Any) -> None:
         self.process = subprocess.Popen(
-            [python, "-c", USER, str(folder), str(SOURCE), str(SITE)],
+            [*python, "-c", USER, str(folder), str(SOURCE), str(SITE)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -84,9 +84,11 @@ class Place:
         self.opened.append(Embedded(self.folders[-1], **options))
         return self.opened[-1]
 
-    def user(self, folder: Path | None = None, **options: Any) -> User:
+    def user(
+        self, folder: Path | None = None, python: Sequence[str] = (sys.executable,), **options: Any
+    ) -> User:
         self.folders.append(folder or self.folder)
-        self.users.append(User(self.folders[-1], **options))
+        self.users.append(User(self.folders[-1], python, **options))
         return self.users[-1]
 
     def end(self) -> None:
@@ -501,7 +503,7 @@ def someone() -> Iterator[tuple[Path, dict[str, Any]]]:
                 command = [python, "-c", program, str(SOURCE), str(SITE)]
                 if subprocess.run(command, check=False, capture_output=True, **options).returncode:
                     continue
-                yield folder, {**options, "python": python}
+                yield folder, {**options, "python": (python,)}
                 return
         pytest.skip("no Python 3.11 or newer that an ordinary user can run")
     finally:
@@ -538,6 +540,39 @@ def test_root_and_an_ordinary_user_share_the_server_of_the_user(
     theirs.process.stdin.write("again\n")
     theirs.process.stdin.flush()
     assert sql(theirs.dsn(), "SELECT n FROM kept") == 7
+
+
+@as_root
+@on_linux
+def test_a_user_without_a_name_can_make_a_cluster(
+    place: Place, someone: tuple[Path, dict[str, Any]]
+) -> None:
+    home, options = someone
+    options |= {"user": 54321, "group": 54321}
+    skip_without_user_namespaces("-U", user=54321)
+    os.chown(home, 54321, 54321)
+    dsn = place.user(home / "postgres", **options).dsn()
+
+    assert sql(dsn, "SELECT 1") == 1
+    assert (home / "postgres" / "data").stat().st_uid == 54321
+
+
+@on_linux
+def test_root_of_a_sandbox_without_other_users_can_make_a_cluster(place: Place) -> None:
+    skip_without_user_namespaces("-r")
+    dsn = place.user(python=("unshare", "-r", sys.executable)).dsn()
+
+    assert sql(dsn, "SELECT 1") == 1
+    assert (place.folder / "data").stat().st_uid == os.geteuid()
+
+
+def skip_without_user_namespaces(flag: str, **options: Any) -> None:
+    program = shutil.which("unshare")
+    if (
+        program is None
+        or subprocess.run([program, flag, "true"], check=False, **options).returncode
+    ):
+        pytest.skip("no user namespaces here")
 
 
 # What a person is told.

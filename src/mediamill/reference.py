@@ -1,4 +1,4 @@
-"""Writes the reference pages from the tables they describe: `python -m mediamill.reference FOLDER`."""
+"""Writes the reference pages from the tables they describe; `make docs` runs it."""
 
 from __future__ import annotations
 
@@ -31,19 +31,20 @@ def pages() -> dict[str, str]:
 def failures() -> str:
     """The table of codes."""
     rows = [
-        f"| `{c.code}` | {c.status} | {c.verdict} | {c.title} | {_escaped(c.advice)} |" for c in Code
+        f"| `{c.code}` | {c.status} | {c.verdict} | {c.title} | {_escaped(c.advice)} |"
+        for c in Code
     ]
     return "\n".join(
         [
             "# Failure codes",
             "",
             _GENERATED,
-            "One vocabulary for HTTP problems, the `error` of a media or job, events and dead letters. "
-            "A code is never renamed or reused.",
+            "One vocabulary for HTTP problems, the `error` of a media or job, events and dead "
+            "letters. A code is never renamed or reused.",
             "",
-            "*Verdict* says what the engine does about a failed attempt: `permanent` fails at once, "
-            "`transient` is tried again with growing delays, `resource` once more, `crash` counts the "
-            "deaths of workers.",
+            "*Verdict* says what the engine does about a failed attempt: `permanent` fails at "
+            "once, `transient` is tried again with growing delays, `resource` once more, `crash` "
+            "counts the deaths of workers.",
             "",
             "| code | HTTP status | verdict | what it says | advice |",
             "|---|---|---|---|---|",
@@ -77,8 +78,8 @@ def settings() -> str:
             "",
             _GENERATED,
             "A flag goes before the environment, the environment before the TOML file named by "
-            "`MEDIAMILL_CONFIG`, and that before the defaults. An unknown variable that begins with "
-            "`MEDIAMILL_` is an error.",
+            "`MEDIAMILL_CONFIG`, and that before the defaults. An unknown variable that begins "
+            "with `MEDIAMILL_` is an error.",
             "",
             "| setting | variable | default | meaning |",
             "|---|---|---|---|",
@@ -99,7 +100,7 @@ def states() -> str:
         lines += [f"| `{s}` | {_sentence(states_, s)} |" for s in states_]
         lines += ["", "```mermaid", "stateDiagram-v2"]
         order = list(states_)
-        pairs = sorted((order.index(a), order.index(b)) for a, b in moves)  # type: ignore[arg-type]
+        pairs = sorted((order.index(a), order.index(b)) for a, b in moves)
         lines += [f"    {order[a]} --> {order[b]}" for a, b in pairs]
         lines += ["```", ""]
     lines += [
