@@ -154,7 +154,8 @@ def stop(folder: Path) -> None:
     """Ends the supervisor of this folder, if there is one, and with it the server."""
     if is_held(folder / "supervisor.lock"):
         until(lambda: (folder / "supervisor.lock").read_text() != "")
-        os.kill(supervisor_pid(folder), signal.SIGTERM)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(supervisor_pid(folder), signal.SIGTERM)
         until(lambda: not is_held(folder / "supervisor.lock"))
 
 
@@ -567,11 +568,8 @@ def test_root_of_a_sandbox_without_other_users_can_make_a_cluster(place: Place) 
 
 
 def skip_without_user_namespaces(flag: str, **options: Any) -> None:
-    program = shutil.which("unshare")
-    if (
-        program is None
-        or subprocess.run([program, flag, "true"], check=False, **options).returncode
-    ):
+    unshare = shutil.which("unshare")
+    if not unshare or subprocess.run([unshare, flag, "true"], check=False, **options).returncode:
         pytest.skip("no user namespaces here")
 
 

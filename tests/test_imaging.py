@@ -550,6 +550,40 @@ async def test_an_animation_is_kept_where_it_is_asked_for(studio: Studio, format
     assert "Only the first" not in str(answer["warnings"])
 
 
+async def test_a_still_that_is_no_frame_of_its_animation_stays_out_of_it(studio: Studio) -> None:
+    image, first, second = (media.flat((80, 60), c) for c in (BLUE, RED, GREEN))
+    data = save(
+        image,
+        "PNG",
+        save_all=True,
+        default_image=True,
+        append_images=[first, second],
+        duration=[100, 200],
+    )
+    answer, (moving, still) = await studio.make(
+        data, {"format": "webp"}, {"format": "png"}, animation="keep"
+    )
+    assert (answer["frames"], answer["delays_ms"]) == (2, [100, 200])
+    shown = Image.open(io.BytesIO(moving))
+    for number, color in enumerate((RED, GREEN)):
+        shown.seek(number)
+        assert near(spot(shown, 0.5, 0.5), color, 15)
+    assert near(spot(opened(still), 0.5, 0.5), BLUE, 3)
+
+
+async def test_a_brand_that_fits_no_codec_does_not_mislead(studio: Studio) -> None:
+    avif, heic = save(media.flat((64, 48), RED), "AVIF"), _heic()
+    assert avif[8:12] == b"avif"
+    assert heic[8:12] == b"heic"
+    for data, type in (
+        (avif.replace(b"avif", b"mif1"), "image/avif"),
+        (heic.replace(b"heic", b"mif1"), "image/heic"),
+    ):
+        answer, made = await studio.make(data, {"format": "png"})
+        assert answer["type"] == type
+        assert opened(made[0]).size == (answer["width"], answer["height"])
+
+
 async def test_frames_that_hold_only_changes_are_put_together(studio: Studio) -> None:
     answer, (made,) = await studio.make(
         media.gif_of_changes(), {"format": "webp", "lossless": True}, animation="keep"

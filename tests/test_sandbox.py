@@ -12,9 +12,6 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -777,17 +774,6 @@ def test_the_command_for_bubblewrap_grants_and_hides(tmp_path: Path) -> None:
     assert f"--bind {work} {work} --remount-ro / --" in text
     assert "/proc" not in command
     assert fds == (9,)
-
-
-@pytest.fixture(autouse=True)
-def _no_child_is_left() -> Iterator[None]:
-    before = threading.active_count()
-    yield
-    deadline = time.monotonic() + 5
-    while threading.active_count() > before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    with pytest.raises(ChildProcessError):
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
 
 
 def test_bubblewrap_is_found_in_its_wheel_or_on_the_path() -> None:

@@ -214,6 +214,7 @@ def _start_supervisor(folder: Path, bin_dir: Path, lock: int) -> subprocess.Pope
     environment = {"PATH": os.defpath, "LC_ALL": "C", "TZ": "UTC"}
     if "LD_LIBRARY_PATH" in os.environ:
         environment["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]
+    os.ftruncate(lock, 0)  # it named the supervisor before this one
     return subprocess.Popen(
         [*command, str(folder), str(bin_dir), str(lock)],
         stdin=subprocess.DEVNULL,
@@ -227,7 +228,7 @@ def _start_supervisor(folder: Path, bin_dir: Path, lock: int) -> subprocess.Pope
 
 
 def _hear(starter: subprocess.Popen[bytes], deadline: float, log: Path) -> None:
-    """Returns when the supervisor says that its server is ready, or was ended before a word."""
+    """Waits for the supervisor's word: ready, a reason why not, or none if it was killed."""
     assert starter.stdout is not None
     said = b""
     with starter:

@@ -80,7 +80,6 @@ def _main(folder: Path, bin_dir: Path, lock: int) -> None:
 
 def _supervise(folder: Path, bin_dir: Path, lock: int, starter: _Starter) -> None:
     """Runs the server, over and over, until it is no longer wanted."""
-    os.ftruncate(lock, 0)
     os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
     end = _End(folder)
     _check_version(folder, bin_dir)

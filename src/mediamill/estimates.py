@@ -41,21 +41,23 @@ class Outlook:
 
 
 class Forecaster:
-    """Answers from figures that are at most some seconds old, so that an answer costs no scan."""
+    """Answers from figures that are at most some seconds old, so that an answer costs no scan.
 
-    def __init__(self, pool: db.Pool) -> None:
-        self._pool = pool
+    It asks on its caller's connection: requests that each hold one and wait for a second would wait
+    for ever once all of the pool is held so.
+    """
+
+    def __init__(self) -> None:
         self._queues: tuple[float, dict[str, Outlook]] = (0.0, {})
         self._history: dict[tuple[str, str | None], tuple[float, int, float, float]] = {}
         self._since: dict[str, int] = {}
 
-    async def outlook(self, queue: str) -> Outlook:
+    async def outlook(self, connection: db.Connection, queue: str) -> Outlook:
         """Depth, running jobs and slots of a queue."""
         at, known = self._queues
         if time.monotonic() - at > _FRESH_SECONDS:
-            async with db.acquire(self._pool) as connection:
-                rows = await connection.fetch(_FIGURES.queue_figures)
-                slots = await installation.slots(connection)
+            rows = await connection.fetch(_FIGURES.queue_figures)
+            slots = await installation.slots(connection)
             depths = {row["queue"]: (row["queued"], row["processing"]) for row in rows}
             known = {
                 name: Outlook(*depths.get(name, (0, 0)), slots.get(name, 0))
@@ -65,14 +67,15 @@ class Forecaster:
             self._since.clear()
         return known.get(queue, Outlook(0, 0, 0))
 
-    async def joined(self, queue: str) -> int:
+    async def joined(self, connection: db.Connection, queue: str) -> int:
         """The position of a job that joins the queue's end now, counted from 1."""
-        outlook = await self.outlook(queue)
+        outlook = await self.outlook(connection, queue)
         self._since[queue] = self._since.get(queue, 0) + 1
         return outlook.queued + self._since[queue]
 
     async def estimate(
         self,
+        connection: db.Connection,
         *,
         kind: str,
         recipe: str | None,
@@ -84,14 +87,14 @@ class Forecaster:
     ) -> Estimate:
         """Time left for a job with `ahead` jobs before it, or for one that runs since
         `started_at`."""
-        jobs, p50, p90 = await self._recent(kind, recipe)
+        jobs, p50, p90 = await self._recent(connection, kind, recipe)
         if started_at is not None and now is not None and progress is not None and progress >= 5.0:
             elapsed = (now - started_at).total_seconds()
             left = elapsed * (100.0 - progress) / progress
             return Estimate(left, left * 1.5, "its own progress")
         if jobs < _HISTORY:
             return Estimate(None, None, f"too few finished jobs of this kind yet ({jobs})")
-        outlook = await self.outlook(queue)
+        outlook = await self.outlook(connection, queue)
         if outlook.slots == 0:
             return Estimate(None, None, "no worker serves this queue right now")
         if started_at is not None and now is not None:
@@ -103,12 +106,13 @@ class Forecaster:
         before = ahead / outlook.slots + (0.5 if outlook.processing >= outlook.slots else 0.0)
         return Estimate(p50 * (before + 1), p90 * (before + 1), f"the last {jobs} of its kind")
 
-    async def _recent(self, kind: str, recipe: str | None) -> tuple[int, float, float]:
+    async def _recent(
+        self, connection: db.Connection, kind: str, recipe: str | None
+    ) -> tuple[int, float, float]:
         key = kind, recipe
         remembered = self._history.get(key)
         if remembered is None or time.monotonic() - remembered[0] > _FRESH_SECONDS:
-            async with db.acquire(self._pool) as connection:
-                row = await connection.fetchrow(_SQL.recent, kind, recipe)
+            row = await connection.fetchrow(_SQL.recent, kind, recipe)
             assert row is not None
             figures = row["jobs"], row["p50"] or 0.0, row["p90"] or 0.0
             self._history[key] = remembered = (time.monotonic(), *figures)

@@ -169,9 +169,15 @@ class ImagePool:
     async def close(self) -> None:
         """Kill every child, also those at work, and wait until they are gone."""
         self._closed = True
-        for worker in (*self._idle, *self._busy):
-            await self._bury(worker)
-        self._idle.clear()
+        for worker in self._busy:
+            # Its request notices and buries it; the socket is still being waited on there.
+            worker.kill()
+        while self._idle:
+            await self._bury(self._idle.pop())
+        for _ in range(self._size):
+            await self._slots.acquire()
+        for _ in range(self._size):
+            self._slots.release()
         while self._funerals:
             await asyncio.gather(*self._funerals, return_exceptions=True)
 
@@ -184,7 +190,7 @@ class ImagePool:
     async def _take(self, tenant: object) -> _Worker:
         """A child for this tenant: one of its own, or a fresh one."""
         if self._closed:
-            raise Failure(Code.INTERNAL, "The image processes are being shut down.")
+            raise _shutting_down()
         for worker in [w for w in self._idle if w.process.returncode is not None]:
             self._idle.remove(worker)  # died while idle
             worker.connection.close()
@@ -203,6 +209,9 @@ class ImagePool:
                 worker = await self._start()
             finally:
                 self._starting -= 1
+            if self._closed:
+                await self._bury(worker)
+                raise _shutting_down()
         if tenant is not _NOBODY:
             worker.tenant = tenant
         self._busy.add(worker)
@@ -269,7 +278,7 @@ class ImagePool:
                 async with asyncio.timeout(_LAST_BREATH_SECONDS):
                     await worker.process.wait()
         if self._closed:
-            return Failure(Code.INTERNAL, "The image processes are being shut down.")
+            return _shutting_down()
         if worker.killed:
             return Failure(Code.CANCELED)
         return _death(worker.process.returncode)
@@ -309,6 +318,10 @@ _DEATHS: Final = {
     signal.SIGXCPU: Code.TIME_LIMIT,
     signal.SIGXFSZ: Code.OUTPUT_LIMIT,
 }
+
+
+def _shutting_down() -> Failure:
+    return Failure(Code.INTERNAL, "The image processes are being shut down.")
 
 
 def _death(returncode: int | None) -> Failure:

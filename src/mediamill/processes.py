@@ -74,7 +74,7 @@ async def serve_api(settings: Settings) -> None:
             storage=store,
             installation=installed,
             keychain=Keychain(pool, installed.pepper),
-            forecaster=Forecaster(pool),
+            forecaster=Forecaster(),
         )
         config = uvicorn.Config(
             create_app(services),

@@ -222,7 +222,8 @@ class Command:
     env: Mapping[str, str] = field(default_factory=dict)
     """The whole environment. Nothing is inherited."""
     pass_fds: tuple[int, ...] = ()
-    """Descriptors to inherit under the same numbers. Sockets: connected unix ones only."""
+    """Descriptors to inherit under the same numbers; open until the run ends, since it starts a
+    moment after it is called. Sockets: connected unix ones only."""
 
 
 class StopReason(StrEnum):
@@ -1037,13 +1038,20 @@ def _launcher_failure(finished: Finished) -> Failure | None:
     """The tool never started: a layer of the jail could not be put on."""
     codes = {value for name, value in vars(launcher.Exit).items() if name.isupper()}
     said = finished.stderr_tail
-    # A tool could say this too. It would gain one more attempt.
+    # A tool could say this too. It would gain a few more attempts.
     if (finished.returncode in codes and said.startswith(launcher.PREFIX)) or (
-        finished.returncode == 1 and said.startswith("bwrap: ")
+        finished.returncode in (1, 2) and re.match(_NO_LAUNCHER, said)
     ):
         log.error("the sandbox could not be built", message=said.strip()[-1000:])
         return Failure(Code.INTERNAL, "The sandbox for a media tool could not be built.")
     return None
+
+
+# bubblewrap failed, or the interpreter could not even begin, as after an update of either.
+_NO_LAUNCHER: Final = re.compile(
+    r"bwrap: |Fatal Python error: |RuntimeError: Bad magic number"
+    r"|\S+: can't open file '[^'\n]*/jail\."
+)
 
 
 def _cpu_failure(finished: Finished, tool: Tool, limits: Limits) -> Failure | None:

@@ -558,11 +558,12 @@ async def _job(
         if state == JobState.QUEUED:
             # A job that just joined stands at the end: that costs no count.
             position = (
-                await here.forecaster.joined(row["queue"])
+                await here.forecaster.joined(connection, row["queue"])
                 if joining
                 else 1 + await jobs.position(connection, row["tenant_id"], row["job_id"])
             )
         estimate = await here.forecaster.estimate(
+            connection,
             kind=row["kind"] or "image",
             recipe=row["recipe"],
             queue=row["queue"],

@@ -64,9 +64,9 @@ def _open(format: str, data: Data) -> Any:
     return Image.open(io.BytesIO(data), formats=(name,))
 
 
-def _frames(format: str, data: Data, count: int) -> Iterator[Any]:
+def _frames(format: str, data: Data, numbers: range) -> Iterator[Any]:
     image = _open(format, data)
-    for number in range(count):
+    for number in numbers:
         try:
             image.seek(number)
         except EOFError:
@@ -85,19 +85,6 @@ def _from_memory(data: bytes, width: int, height: int, bands: int, format: str) 
     wide = {"uchar": ("b-w", "srgb"), "ushort": ("grey16", "rgb16")}[format]
     image = pyvips.Image.new_from_memory(data, width, height, bands, format)
     return image.copy(interpretation=wide[bands >= 3])
-
-
-def _joined(
-    picture: Picture, profile: bytes | None, primaries: int, width: int, height: int
-) -> Any:
-    facts = picture.facts
-    frames = [
-        _small(frame, (width, height), picture, profile, primaries).copy_memory()
-        for frame in _frames(facts.format, picture.data, facts.frames)
-    ]
-    bands = max(frame.bands for frame in frames)
-    level = [frame if frame.bands == bands else frame.addalpha() for frame in frames]
-    return pyvips.Image.arrayjoin(level, across=1)
 
 
 def _small(
@@ -122,18 +109,27 @@ class _PillowPicture(Picture):
         super().__init__(facts, data, complaints)
         self._profile = profile
         self._primaries = seen.primaries
+        self._still_apart = seen.still_apart
 
     @property
     def can_animate(self) -> bool:
         return self.facts.animated
 
     def _still(self, width: int, height: int) -> Any:
-        first = next(_frames(self.facts.format, self.data, 1))
+        first = next(_frames(self.facts.format, self.data, range(1)))
         return _small(first, (width, height), self, self._profile, self._primaries)
 
     def animation(self, width: int, height: int) -> Any:
-        frames = _joined(self, self._profile, self._primaries, width, height)
-        return with_timing(frames, self.facts, height)
+        first = int(self._still_apart)
+        numbers = range(first, first + self.facts.frames)
+        # One at a time: only the small copies are kept.
+        frames = [
+            _small(frame, (width, height), self, self._profile, self._primaries).copy_memory()
+            for frame in _frames(self.facts.format, self.data, numbers)
+        ]
+        bands = max(frame.bands for frame in frames)
+        level = [frame if frame.bands == bands else frame.addalpha() for frame in frames]
+        return with_timing(pyvips.Image.arrayjoin(level, across=1), self.facts, height)
 
 
 # --- HEIF

@@ -89,7 +89,9 @@ def _apply(image: Any, warnings: list[str]) -> Any:
 
 
 def _transformed(image: Any) -> Any:
-    return image.icc_transform("srgb", embedded=True, intent="relative")
+    return image.icc_transform(
+        "srgb", embedded=True, intent="relative", black_point_compensation=True
+    )
 
 
 # --- High dynamic range

@@ -18,7 +18,7 @@ from mediamill.failures import Code, Failure
 from mediamill.imaging import Data, color, structure
 from mediamill.imaging.complaints import Complaints, decoding
 from mediamill.imaging.facts import Facts, Limits, check
-from mediamill.sniff import HEAD_BYTES, Kind, Sniffed, sniff
+from mediamill.sniff import AVIF, HEAD_BYTES, HEIC, Kind, Sniffed, sniff
 
 _LOADERS: Final[dict[str, Callable[..., Any]]] = {
     "jpeg": pyvips.Image.jpegload_source,
@@ -41,11 +41,13 @@ def open_picture(fd: int, limits: Limits, complaints: Complaints) -> Picture:
     if sniffed is None or sniffed.kind is not Kind.IMAGE or sniffed.format not in _READ:
         raise _refusal(sniffed, data)
     seen = structure.read(sniffed.format, data)
+    # Brands are a habit; which decoder can read the picture is for its codec to say.
+    sniffed = {"av1": AVIF, "hevc": HEIC}.get(seen.codec, sniffed)
     # What the walk found is checked before any decoder has seen the file; what the decoder says of
     # the header is checked again below, in case the two differ.
     _check(limits, (seen.width, seen.height), seen)
     through_pillow = sniffed.format not in _LOADERS or (
-        sniffed.format == "avif" and (seen.frames > 1 or seen.codec not in ("av1", ""))
+        sniffed.format == "avif" and (seen.frames > 1 or data[8:12] == b"avis")
     )
     with decoding(complaints):
         if not through_pillow:

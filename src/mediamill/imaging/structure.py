@@ -41,6 +41,8 @@ class Structure:
     codec: str = ""
     frames: int = 1
     delays_ms: list[int] = field(default_factory=list)
+    still_apart: bool = False
+    """An animated PNG whose still picture is not one of its frames."""
     plays: int = 0
     """How often the animation is shown; 0 is for ever."""
     primaries: int = 0
@@ -212,6 +214,7 @@ def _png(data: Data) -> Structure:
             animated, seen.plays = struct.unpack(">II", data[body])
         elif name == b"fcTL" and length == 26:
             number, base = struct.unpack(">HH", data[body.start + 20 : body.start + 24])
+            seen.still_apart |= pixels and not seen.delays_ms
             seen.delays_ms.append(_delay(1000 * number // (base or 100)))
     if not ended:
         raise truncated("The PNG data stops before its end chunk.")
