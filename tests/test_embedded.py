@@ -203,6 +203,7 @@ def test_the_first_start_makes_a_cluster_that_is_ready_to_use(place: Place) -> N
     assert sql(dsn, "SHOW listen_addresses") == ""
     assert sql(dsn, "SELECT lower('ÀÉ') COLLATE \"default\" || upper('ß')") == "àéß"
     assert sql(dsn, "SELECT datlocprovider FROM pg_database LIMIT 1") == b"b"
+    assert log(place.folder).count("FATAL") == 1, "only the missing database, asked for once"
 
 
 def test_start_may_be_called_again_and_from_several_threads(made: Place) -> None:
@@ -246,6 +247,23 @@ def test_a_quick_restart_of_the_platform_finds_its_server_running(made: Place) -
 
     made.open().start()
     assert server_pid(made.folder) == pid
+
+
+def test_a_server_whose_connections_are_all_taken_is_up(made: Place) -> None:
+    dsn = made.open().start()
+
+    async def take_all_and_start() -> str:
+        limit = int(await (first := await asyncpg.connect(dsn)).fetchval("SHOW max_connections"))
+        taken = [first, *[await asyncpg.connect(dsn) for _ in range(limit - 1)]]
+        try:
+            with pytest.raises(asyncpg.TooManyConnectionsError):
+                await asyncpg.connect(dsn)
+            return made.open().start(timeout_seconds=5)
+        finally:
+            for connection in taken:
+                await connection.close()
+
+    assert asyncio.run(take_all_and_start()) == dsn
 
 
 # Stopping.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -14,7 +13,7 @@ from typing import Any, Final, TypeVar
 
 import structlog
 
-from mediamill import db, handlers, jobs, media, recipes, retry, variants
+from mediamill import db, handlers, jobs, media, recipes, retry, sandbox, variants
 from mediamill.config import Settings
 from mediamill.failures import Code, Failure, LeaseLost, Problem, Verdict
 from mediamill.handlers import Done, Outcome, Reroute
@@ -408,7 +407,7 @@ class Attempt:
     async def _clean_up(self) -> None:
         self._means.groups.kill(owner(self.claim))
         self._means.groups.forget(owner(self.claim))
-        await asyncio.to_thread(shutil.rmtree, self._scratch, ignore_errors=True)
+        await asyncio.to_thread(sandbox.clear, self._scratch)
         try:
             await self._means.storage.delete(variants.stage_prefix(self.claim))
         except Failure:

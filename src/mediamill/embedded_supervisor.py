@@ -214,7 +214,11 @@ def _check_version(folder: Path, bin_dir: Path) -> None:
 def _create(folder: Path, bin_dir: Path) -> None:
     """Makes the cluster beside its place, so that an interrupted attempt is never taken for one."""
     new = folder / "data.new"
-    shutil.rmtree(new, ignore_errors=True)
+    for _ in range(100):  # the children of a killed initdb take a moment to end
+        shutil.rmtree(new, ignore_errors=True)
+        if not new.exists():
+            break
+        time.sleep(0.05)
     command = [str(bin_dir / "initdb"), "-D", str(new), "-U", NAME]
     command += ["--encoding=UTF8", "--data-checksums"]
     command += ["--locale-provider=builtin", "--builtin-locale=C.UTF-8", f"--locale={_locale()}"]
@@ -420,9 +424,10 @@ def ask(
                 text = statement.encode() + b"\0"
                 talk.sendall(b"Q" + struct.pack("!I", len(text) + 4) + text)
                 answer = _answer(stream)
-            talk.sendall(b"X" + struct.pack("!I", 4))
         except OSError:
             return None
+        with contextlib.suppress(OSError):  # after a refusal the server has hung up already
+            talk.sendall(b"X" + struct.pack("!I", 4))
     return answer
 
 

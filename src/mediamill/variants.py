@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,9 +55,13 @@ async def measure(outputs: Sequence[Output]) -> list[Item]:
     """Size and hash of each output, as it will be published."""
 
     def one(output: Output) -> Item:
-        with open(output.path, "rb") as file:
+        # A tool wrote it: what is no plain file of ours is not followed.
+        fd = os.open(output.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(fd, "rb") as file:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise Failure(Code.OUTPUT_INVALID, "An output is no file.")
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return Item(output, output.path.stat().st_size, digest)
+            return Item(output, os.fstat(fd).st_size, digest)
 
     return await asyncio.to_thread(lambda: [one(output) for output in outputs])
 

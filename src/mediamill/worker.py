@@ -10,7 +10,6 @@ import asyncio
 import fcntl
 import os
 import random
-import shutil
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -26,6 +25,7 @@ from mediamill import __version__, attempt, db, installation, jobs, queue
 from mediamill.attempt import Attempt, Means
 from mediamill.jobs import Claim
 from mediamill.lease import Stop
+from mediamill.sandbox import clear
 
 log = structlog.get_logger()
 
@@ -191,7 +191,7 @@ class ScratchFolder:
             self._lock = _lock(self.path)
 
     def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        clear(self.path)
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -206,7 +206,7 @@ def sweep_scratch(root: Path) -> int:
                 entry.is_dir(follow_symlinks=False)
                 and (lock := _lock(Path(entry.path))) is not None
             ):
-                shutil.rmtree(entry.path, ignore_errors=True)
+                clear(Path(entry.path))
                 os.close(lock)
                 swept += 1
     return swept

@@ -53,8 +53,13 @@ class Clips:
 
     @cached_property
     def work(self) -> bytes:
-        """A clip that takes some seconds to encode."""
-        return self._film("work.mp4", "testsrc2=s=960x540:r=25,noise=alls=20:allf=t", 8)
+        """A clip whose encode is long enough to be caught in the act."""
+        return self._film("work.mp4", "testsrc2=s=640x360:r=25,noise=alls=15:allf=t", 4)
+
+    @cached_property
+    def long_work(self) -> bytes:
+        """A clip whose encode shows some progress on its way."""
+        return self._film("long.mp4", "testsrc2=s=960x540:r=25,noise=alls=20:allf=t", 8)
 
     def _film(self, name: str, source: str, seconds: int, *more: str) -> bytes:
         path = self._folder / name

@@ -98,7 +98,7 @@ def test_a_video_shows_its_preview_and_its_progress_and_holds_up_no_image(
 ) -> None:
     platform.start_api()
     worker = platform.start_worker()
-    media_id = platform.upload(clips.work, "holiday.mp4")
+    media_id = platform.upload(clips.long_work, "holiday.mp4")
     shown: list[float] = []
     encoder = platform.freeze_encoder(worker)
     try:

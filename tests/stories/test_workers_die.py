@@ -178,7 +178,7 @@ def test_a_worker_killed_while_it_publishes_shows_nothing_half_done(
     doomed = platform.start_worker("image=1,maintenance=1")
     media_id = platform.upload(clips.photo, "photo.jpg")
     platform.wait_for_state(media_id, "ready")
-    with platform.holding("LOCK TABLE variants IN ACCESS EXCLUSIVE MODE"):
+    with platform.holding("LOCK TABLE variants IN EXCLUSIVE MODE"):
         second = platform.upload(clips.photo, "again.jpg")
         until(lambda: platform.files("media", second), seconds=20, why="it does not publish")
         until(lambda: platform.waiting_for_locks() > 0, seconds=10, why="nobody waits")
