@@ -138,7 +138,8 @@ def _translated(*more: type[Exception]) -> Iterator[None]:
 async def outlast(
     work: Callable[[], Awaitable[T]], *, seconds: float, pause_seconds: float = 0.2
 ) -> T:
-    """Repeat `work` through a database outage of up to `seconds`; other errors pass through.
+    """Repeat `work` through a database outage of up to `seconds`, and after a deadlock; other errors
+    pass through.
 
     Only for work that is safe to repeat: a commit whose answer was lost may have happened.
     """
@@ -146,7 +147,7 @@ async def outlast(
     while True:
         try:
             return await work()
-        except Unavailable:
+        except (Unavailable, asyncpg.DeadlockDetectedError):
             if asyncio.get_running_loop().time() >= deadline:
                 raise
             await asyncio.sleep(pause_seconds)

@@ -81,9 +81,9 @@ async def once(
     if key is None:
         return await work()
     await connection.execute(_WAIT)
-    await connection.execute(_SQL.renew_expired, *key.scope)
     keep = timedelta(seconds=keep_seconds)
     try:
+        await connection.execute(_SQL.renew_expired, *key.scope)
         first = await connection.fetchval(_SQL.claim, *key.scope, key.fingerprint, keep)
     except asyncpg.LockNotAvailableError:
         raise Refused(Code.IDEMPOTENCY_IN_FLIGHT, headers={"Retry-After": "1"}) from None

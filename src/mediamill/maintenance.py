@@ -191,9 +191,10 @@ class Maintenance:
         """Remove sets that were replaced long ago, or were never published."""
         rows = await connection.fetch(_SQL.expired_sets, _BATCH)
         for row in rows:
-            # The row goes first and keeps a new attempt at the same set waiting until we commit.
-            await connection.execute(_SQL.forget_set, *row.values())
-            await self._store.delete(variants.set_prefix(*row.values()))
+            # The row goes first and keeps a new attempt at the same set waiting until we commit; a
+            # set that was published again meanwhile stays.
+            if await connection.fetchval(_SQL.forget_set, *row.values()):
+                await self._store.delete(variants.set_prefix(*row.values()))
         return len(rows)
 
     async def sweep_staging(self, connection: db.Connection) -> int:

@@ -178,6 +178,8 @@ async def replay(connection: db.Connection, tenant_id: str, job: db.Row) -> bool
     transaction.
     """
     generation = job["generation"]
+    if job["media_deleted_at"] is not None:
+        return False
     if job["role"] == "main":
         generation = await connection.fetchval(
             _SQL.replayed, tenant_id, job["media_id"], generation, job["id"]

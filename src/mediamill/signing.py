@@ -66,7 +66,8 @@ def verify(keyring: Keyring, grant: Grant, *, key_id: str, signature: str, now: 
     version = int(key_id) if key_id.isascii() and key_id.isdigit() and len(key_id) < 10 else -1
     # An unknown key id does the same work as a known one.
     secret = keyring.keys.get(version, b"unknown")
-    good = hmac.compare_digest(_signature(secret, grant.message(version)), signature)
+    expected = _signature(secret, grant.message(version))
+    good = hmac.compare_digest(expected.encode(), signature.encode("utf-8", "replace"))
     if not good or version not in keyring.keys:
         raise Refused(
             Code.SIGNATURE_INVALID,

@@ -23,6 +23,9 @@ from mediamill.storage import SignedRequest, Storage, Stored
 
 PREVIEW_PRIORITY: Final = 100
 _NAME_BYTES: Final = 1024
+# Bidirectional embeddings, overrides and isolates: "a\u202egpj.exe" reads as "aexe.jpg". Joiners stay,
+# since emoji and several scripts need them.
+_REORDERING: Final = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,25 +172,39 @@ def check_stored(stored: Stored | None, size: int) -> Stored:
     return stored
 
 
+async def wanted_still(connection: db.Connection, key: str) -> bool:
+    """Whether the media of an upload's key still takes its bytes: not deleted, not expired."""
+    _, tenant_id, media_id, *_ = key.split("/")
+    original = await media.original(connection, tenant_id, UUID(media_id))
+    return (
+        original is not None
+        and original.deleted_at is None
+        and original.state != MediaState.EXPIRED
+    )
+
+
 async def delete(
     connection: db.Connection, settings: Settings, tenant_id: str, media_id: UUID, *, reason: str
 ) -> bool:
     """Delete a media: a tombstone at once, its jobs canceled, its bytes erased soon after."""
+    keep = settings.job_retention_seconds
+    # Jobs before their media, as a worker locks them; then those that were accepted in between.
+    await jobs.cancel_of_media(connection, tenant_id, media_id, retention_seconds=keep)
     deleted = await media.delete(connection, tenant_id, media_id, reason=reason)
     if deleted:
-        await jobs.cancel_of_media(
-            connection, tenant_id, media_id, retention_seconds=settings.job_retention_seconds
-        )
+        await jobs.cancel_of_media(connection, tenant_id, media_id, retention_seconds=keep)
     return deleted
 
 
 def clean_name(name: str | None) -> str | None:
-    """A file name as metadata: the last path segment, NFC, without control characters."""
+    """A file name as metadata: the last path segment, NFC, without what could disguise it."""
     if name is None:
         return None
     last = name.replace("\\", "/").rpartition("/")[2]
     shown = "".join(
-        c for c in unicodedata.normalize("NFC", last) if unicodedata.category(c)[0] != "C"
+        c
+        for c in unicodedata.normalize("NFC", last)
+        if unicodedata.category(c) not in ("Cc", "Cs") and c not in _REORDERING
     )
     while len(shown.encode()) > _NAME_BYTES:
         shown = shown[:-1]

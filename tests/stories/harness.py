@@ -103,7 +103,7 @@ class Process:
 
 
 class Platform:
-    """What a story plays on. `settings` are MEDIAMILL_ variables of every process, by short name."""
+    """What a story plays on. `settings` are MEDIAMILL_ variables of all processes, by short name."""
 
     def __init__(self, database: str, folder: Path, **settings: object) -> None:
         self.database = database
@@ -128,7 +128,7 @@ class Platform:
     def start_api(self, **settings: object) -> Process:
         """An API that answers. A second start takes the same port."""
         for _ in range(5):
-            self.port = self.port or _free_port()
+            self.port = self.port or free_port()
             api = self._start("api", {**settings, "port": self.port})
             if self._answers(api):
                 break
@@ -381,7 +381,7 @@ class Platform:
         return self.data / "objects"
 
     def files(self, area: str, media_id: str | None = None) -> list[Path]:
-        """The objects in an area (uploads, media, stage, .incoming), of one media if it is named."""
+        """The objects in an area (uploads, media, stage, .incoming), of one media if named."""
         root = self.objects / area
         wanted = str(media_uuid(media_id)) if media_id else ""
         return sorted(p for p in root.rglob("*") if p.is_file() and wanted in str(p))
@@ -571,7 +571,7 @@ def _arguments(pid: int) -> bytes:
         return b""
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""A file that cannot be processed ends at its first attempt, with its reason, and leaves nothing."""
+"""A file that cannot be processed ends at its first attempt with its reason, and leaves nothing."""
 
 from __future__ import annotations
 
@@ -72,9 +72,7 @@ def test_an_empty_file_is_refused_at_the_door(platform: Platform) -> None:
     assert platform.files(".incoming") == []
 
 
-def test_asking_for_a_failed_media_does_not_try_it_again(
-    platform: Platform, clips: Clips
-) -> None:
+def test_asking_for_a_failed_media_does_not_try_it_again(platform: Platform, clips: Clips) -> None:
     platform.start_api()
     platform.start_worker()
     media_id = platform.upload(cut(clips.photo, 0.5), "cut.jpg")
@@ -86,5 +84,3 @@ def test_asking_for_a_failed_media_does_not_try_it_again(
     assert (platform.attempts(media_id), platform.transitions(media_id)) == before
     assert platform.value("SELECT count(*) FROM mediamill_tickets") == 0
     assert len(platform.jobs(media_id)) == 1
-
-

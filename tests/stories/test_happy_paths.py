@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from datetime import datetime
+from itertools import pairwise
 from typing import Any
 
 import httpx2 as httpx
@@ -82,7 +83,7 @@ def _assert_served_safely(platform: Platform, body: Body) -> None:
 def _assert_timeline_tiles(platform: Platform, media_id: str) -> None:
     timeline: dict[str, Any] = platform.http.get(f"/v1/media/{media_id}/timeline").json()
     segments = timeline["segments"]
-    for this, following in zip(segments, segments[1:], strict=False):
+    for this, following in pairwise(segments):
         assert this["end"] == following["start"]
     row = platform.media_row(media_id)
     first, last = (datetime.fromisoformat(segments[n][e]) for n, e in ((0, "start"), (-1, "end")))

@@ -12,10 +12,9 @@ from collections import Counter
 from urllib.parse import urlsplit
 
 import httpx2 as httpx
-import pytest
 from tests.stories.clips import Clips
 from tests.stories.conftest import Make
-from tests.stories.harness import Body, Platform, media_uuid, until
+from tests.stories.harness import Body, Platform, until
 
 
 def test_a_slot_stays_open_until_the_right_bytes_are_there(
@@ -109,8 +108,8 @@ def test_a_create_that_is_repeated_with_its_key_is_answered_again(
     platform.start_api()
     wanted = {"size": len(clips.photo), "filename": "photo.jpg"}
     key = {"Idempotency-Key": "order-17"}
-    _post_and_hang_up(platform, json.dumps(wanted), key)
-    until(lambda: platform.rows("SELECT 1 FROM media"), seconds=10, why="it was not created")
+    with _posted(platform, json.dumps(wanted), key):  # and nobody reads the answer
+        until(lambda: platform.rows("SELECT 1 FROM media"), seconds=10, why="it was not created")
 
     again = platform.http.post("/v1/media", content=json.dumps(wanted), headers=_json(key))
     assert again.status_code == 201
@@ -131,8 +130,8 @@ def _json(headers: dict[str, str]) -> dict[str, str]:
     return {"Content-Type": "application/json", **headers}
 
 
-def _post_and_hang_up(platform: Platform, body: str, headers: dict[str, str]) -> None:
-    """A client that is gone before it hears the answer."""
+def _posted(platform: Platform, body: str, headers: dict[str, str]) -> socket.socket:
+    """A request that is sent; its connection."""
     lines = [
         "POST /v1/media HTTP/1.1",
         f"Host: 127.0.0.1:{platform.port}",
@@ -140,8 +139,9 @@ def _post_and_hang_up(platform: Platform, body: str, headers: dict[str, str]) ->
         *(f"{name}: {value}" for name, value in _json(headers).items()),
         f"Content-Length: {len(body)}",
     ]
-    with socket.create_connection(("127.0.0.1", platform.port)) as client:
-        client.sendall(("\r\n".join(lines) + "\r\n\r\n" + body).encode())
+    client = socket.create_connection(("127.0.0.1", platform.port))
+    client.sendall(("\r\n".join(lines) + "\r\n\r\n" + body).encode())
+    return client
 
 
 def test_twenty_repeats_at_once_make_one_media(platform: Platform, clips: Clips) -> None:
@@ -298,7 +298,7 @@ def test_bytes_that_come_after_the_deletion_do_not_stay(platform: Platform, clip
     until(lambda: not platform.rows("SELECT 1 FROM erasures"), seconds=10, why="nothing is erased")
     assert platform.files("uploads") == []
     for slot in (never_used, used):
-        platform.put(slot, clips.photo)
+        assert platform.put(slot, clips.photo).status_code == 410
     until(lambda: not platform.files("uploads"), seconds=10, why="bytes stay after the deletion")
 
 
@@ -316,7 +316,6 @@ def test_bytes_that_come_after_the_slot_expired_do_not_stay(
         platform.wait_for_state(slot["id"], "expired")
         until(lambda: not platform.rows("SELECT 1 FROM erasures"), seconds=10, why="not erased")
         client.send(clips.photo[5000:])
-        client.status()
+        assert client.status() == 410
     assert platform.media_row(slot["id"])["state"] == "expired"
     until(lambda: not platform.files("uploads"), seconds=10, why="bytes stay after the expiry")
-    assert media_uuid(slot["id"])

@@ -101,9 +101,22 @@ _PROCESS_BODY: Final = {
     }
 }
 
+_LIST_QUERY: Final = {
+    "parameters": [
+        {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1}},
+        {"name": "cursor", "in": "query", "schema": {"type": "string"}},
+        {
+            "name": "state",
+            "in": "query",
+            "description": "States, separated by commas.",
+            "schema": {"type": "string"},
+        },
+    ]
+}
+
 _ROUTES: Final[tuple[_Route, ...]] = (
     _Route("/v1/media", "POST", media.create_media, 201, media.SlotBody, _CREATE_BODY),
-    _Route("/v1/media", "GET", media.list_media),
+    _Route("/v1/media", "GET", media.list_media, more=_LIST_QUERY),
     _Route("/v1/media/{media_id}", "GET", media.read_media, 200, media.MediaBody),
     _Route("/v1/media/{media_id}", "DELETE", media.delete_media, 202),
     _Route("/v1/media/{media_id}/complete", "POST", media.complete_media, 202, media.MediaBody),
@@ -130,6 +143,11 @@ _PLAIN: Final[tuple[tuple[str, Endpoint, list[str]], ...]] = (
     ("/readyz", health.readyz, ["GET"]),
     ("/metrics", health.metrics, ["GET"]),
 )
+_TEMPLATES: Final[dict[Any, str]] = {
+    **{route.endpoint: route.path for route in _ROUTES},
+    **{endpoint: path for path, endpoint, _ in _PLAIN},
+}
+_METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _REFUSALS: Final = (400, 401, 403, 404, 409, 410, 413, 415, 422, 503)
 
 
@@ -184,8 +202,8 @@ class _Around:
         try:
             await self._app(scope, receive, sending)
         finally:
-            route = scope.get("route")
-            template = getattr(route, "path", "unknown")
-            self._metrics.requests.labels(template, scope["method"], str(status)).observe(
+            template = _TEMPLATES.get(scope.get("endpoint"), "unknown")
+            method = scope["method"] if scope["method"] in _METHODS else "other"
+            self._metrics.requests.labels(template, method, str(status)).observe(
                 time.perf_counter() - began
             )

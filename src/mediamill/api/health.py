@@ -6,6 +6,7 @@ import asyncio
 import time
 from typing import Any, Final
 
+import asyncpg
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request
 from starlette.responses import Response
@@ -37,7 +38,7 @@ async def readyz(request: Request) -> Response:
         async with asyncio.timeout(1), db.acquire(here.pool) as connection:
             await db.check_schema(connection)
         checks["database"] = {"status": "ok", "ms": round(1000 * (time.perf_counter() - began), 1)}
-    except (db.Unavailable, db.MigrationError) as error:
+    except (db.Unavailable, db.MigrationError, TimeoutError, asyncpg.PostgresError) as error:
         ready = False
         checks["database"] = {"status": type(error).__name__}
     body = {"status": "ok" if ready else "unavailable", "checks": checks}

@@ -71,7 +71,10 @@ async def replay_job(request: Request) -> Response:
             raise Refused(Code.NOT_FOUND)
         if not await media.replay(connection, sender.tenant_id, row):
             raise Refused(
-                Code.WRONG_STATE, f"It is {row['state']}; only a failed job can be replayed."
+                Code.WRONG_STATE,
+                "Its media was deleted, or has been processed again since."
+                if row["state"] == JobState.FAILED
+                else f"It is {row['state']}; only a failed job can be replayed.",
             )
         row = await jobs.get(connection, sender.tenant_id, job_id)
         assert row is not None

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Final, Literal, TypeVar
 from urllib.parse import quote
 from uuid import UUID
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    WithJsonSchema,
+)
+from pydantic_core import PydanticCustomError
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException
 from starlette.requests import Request
@@ -46,7 +56,33 @@ _COPY_BYTES: Final = 1 << 20
 router = APIRouter(tags=["media"])
 
 M = TypeVar("M", bound=BaseModel)
-Metadata = dict[Annotated[str, Field(max_length=64)], str | int | float | bool | None]
+
+
+def _text(value: str) -> str:
+    """What PostgreSQL and UTF-8 can hold."""
+    if "\0" in value or any("\ud800" <= c <= "\udfff" for c in value):
+        raise PydanticCustomError("text", "must not contain U+0000 or half of a surrogate pair")
+    return value
+
+
+def _scalar(value: Any) -> Any:
+    match value:
+        case str():
+            return _text(value)
+        case None | bool() | int():
+            return value
+        case float() if math.isfinite(value):
+            return value
+    raise PydanticCustomError("scalar", "must be text, a finite number, true, false or null")
+
+
+# One validator and not a union, so that a wrong value is one fault under its own name.
+Scalar = Annotated[
+    Any,
+    PlainValidator(_scalar),
+    WithJsonSchema({"type": ["string", "number", "boolean", "null"]}),
+]
+Metadata = dict[Annotated[str, Field(max_length=64), AfterValidator(_text)], Scalar]
 
 
 class NewMedia(BaseModel):
@@ -473,6 +509,9 @@ async def read_variant(request: Request) -> Response:
     sender = await caller(request, "media:read")
     here = services(request)
     media_id = path_id(request, ids.MEDIA, "media_id")
+    name = request.path_params["name"]
+    if "\0" in name:
+        raise Refused(Code.NOT_FOUND)
     async with db.acquire(here.pool) as connection:
         original = await media.original(connection, sender.tenant_id, media_id)
         if original is None:
@@ -483,7 +522,7 @@ async def read_variant(request: Request) -> Response:
             connection,
             sender.tenant_id,
             media_id,
-            request.path_params["name"],
+            name,
         )
     if row is None:
         if original.state == MediaState.FAILED:
@@ -543,7 +582,8 @@ async def _shown(
             "timeline": f"{_path(row['id'])}/timeline",
             **({"job": f"/v1/jobs/{job['id']}"} if job else {}),
         },
-        "version": row["version"],
+        # A copy with signed addresses is good for as long as they are.
+        "version": f"{row['version']}.{expires_at:%H%M}" if row["variants"] else row["version"],
     }
 
 
@@ -680,7 +720,9 @@ def _limit_form(request: Request, most: int) -> None:
         limit={"name": "form", "allowed": most, "seen": None, "unit": "bytes"},
     )
     announced = request.headers.get("content-length", "")
-    if announced.isdigit() and int(announced) > most + _FORM_OVERHEAD:
+    if not announced.isascii() or not announced.isdigit():
+        announced = "0"  # unknown: it is counted below
+    if len(announced) > 18 or int(announced) > most + _FORM_OVERHEAD:
         raise refused
     seen = 0
     receive = request._receive
@@ -713,7 +755,7 @@ def _form_parts(form: FormData) -> tuple[UploadFile, NewForm]:
         raise Refused(
             Code.INVALID_REQUEST, "The form is not valid.", errors=pointers(error.errors())
         ) from None
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         raise Refused(
             Code.INVALID_REQUEST,
             "`metadata` must be JSON.",
@@ -724,7 +766,7 @@ def _form_parts(form: FormData) -> tuple[UploadFile, NewForm]:
 def _limit(text: str | None) -> int:
     if text is None:
         return 50
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
+    if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) < 1:
         raise Refused(
             Code.UNKNOWN_PARAMETER,
             "limit must be a number from 1.",

@@ -12,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
 
 from mediamill import db
 from mediamill.failures import Code, Failure, Problem, Refused
@@ -65,6 +66,8 @@ def problem_response(
     if code.status == HTTPStatus.SERVICE_UNAVAILABLE:
         given.setdefault("Retry-After", _RETRY_AFTER_SECONDS)
     given["Cache-Control"] = "no-store"
+    if request.scope["path"].startswith("/storage/"):
+        given["Access-Control-Allow-Origin"] = "*"  # else a script cannot tell 403 from no network
     return Response(json.dumps(body), code.status, given, MEDIA_TYPE)
 
 
@@ -100,7 +103,7 @@ def pointers(faults: list[Any] | Any) -> list[dict[str, str]]:
     """Pydantic's faults as JSON pointers with a sentence each."""
     return [
         {
-            "pointer": "/" + "/".join(str(p) for p in fault["loc"] if p != "body"),
+            "pointer": "".join(f"/{_escaped(p)}" for p in fault["loc"] if p not in ("body", "[key]")),
             "code": fault["type"],
             "detail": fault["msg"],
         }
@@ -108,16 +111,32 @@ def pointers(faults: list[Any] | Any) -> list[dict[str, str]]:
     ]
 
 
+def _escaped(part: object) -> str:
+    return str(part).replace("~", "~0").replace("/", "~1")  # RFC 6901
+
+
 async def http_error(request: Request, error: Exception) -> Response:
     """The framework's own 404 and 405 in our vocabulary."""
     assert isinstance(error, HTTPException)
     code = _BY_STATUS.get(error.status_code, Code.INTERNAL)
-    return problem_response(request, Problem(code), headers=error.headers)
+    headers = dict(error.headers or {})
+    if code is Code.METHOD_NOT_ALLOWED:
+        headers["Allow"] = ", ".join(_allowed(request))  # the framework names one route's only
+    return problem_response(request, Problem(code), headers=headers)
+
+
+def _allowed(request: Request) -> list[str]:
+    """Every method that some route takes under this address."""
+    routes = [r for r in request.app.routes if isinstance(r, Route)]
+    here = [r for r in routes if r.matches(request.scope)[0] is not Match.NONE]
+    return sorted({method for route in here for method in route.methods or ()})
 
 
 async def unexpected(request: Request, error: Exception) -> Response:
     log.error("unhandled", exc_info=error, path=request.scope.get("path"))
-    return problem_response(request, Problem(Code.INTERNAL))
+    # This answer is sent around the layer that puts the id on every other one.
+    headers = {"X-Request-Id": request.scope.get("mediamill.request_id", "")}
+    return problem_response(request, Problem(Code.INTERNAL), headers=headers)
 
 
 async def gone_away(_request: Request, _error: Exception) -> Response:

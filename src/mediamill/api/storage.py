@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from typing import Final
 from urllib.parse import quote
 
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
-from mediamill import db, signing, storage, variants
+from mediamill import db, signing, storage, uploads, variants
 from mediamill.api.services import services
 from mediamill.failures import Code, Refused
 from mediamill.storage import AlreadyStored
@@ -62,7 +63,19 @@ async def put_object(request: Request) -> Response:
         raise Refused(Code.ALREADY_WRITTEN) from None
     finally:
         receiver.abort()
-    return Response(status_code=200, headers={"ETag": f'"{stored.version}"'})
+    # A signed address outlives its media. Asked only now: a deletion from here on finds the object.
+    with suppress(db.Unavailable):
+        async with db.acquire(here.pool) as connection:
+            wanted = await uploads.wanted_still(connection, key)
+        if not wanted:
+            await here.storage.delete(key)
+            raise Refused(Code.GONE, "It was deleted, or its slot expired, before the bytes came.")
+    headers = {
+        "ETag": f'"{stored.version}"',
+        "Access-Control-Allow-Origin": "*",
+        "Access-Control-Expose-Headers": "ETag",
+    }
+    return Response(status_code=200, headers=headers)
 
 
 async def get_object(request: Request) -> Response:
@@ -87,7 +100,10 @@ async def get_object(request: Request) -> Response:
         "ETag": etag,
         # The key names the content, so a copy never goes stale; but only the holder may keep it.
         "Cache-Control": "private, max-age=31536000, immutable",
-        "Content-Disposition": f"inline; filename*=UTF-8''{quote(row['name'], safe='')}",
+        # Our names are ASCII; RFC 8187's form is for what else a name may hold one day.
+        "Content-Disposition": (
+            f"inline; filename=\"{row['name']}\"; filename*=UTF-8''{quote(row['name'], safe='')}"
+        ),
     }
     if etag in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=headers)
@@ -113,6 +129,10 @@ def _expires(request: Request) -> int:
 
 
 def _verify(request: Request, grant: signing.Grant) -> None:
+    try:
+        services(request).storage.path(grant.key)
+    except ValueError:  # a key that we would never mint, and so never signed
+        raise Refused(Code.NOT_FOUND) from None
     query = request.query_params
     signing.verify(
         services(request).installation.keyring,

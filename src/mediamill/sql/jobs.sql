@@ -284,9 +284,12 @@ WITH ended AS (
 SELECT 1 FROM ended
 
 -- name: cancel_of_media
--- The live jobs of a media, for the caller to cancel one by one.
-SELECT id, state, fence FROM jobs
+-- The live jobs of a media, for the caller to cancel one by one. Locked together and before the media:
+-- a worker locks its job first and then the media, and the other way round would be a deadlock.
+SELECT id FROM jobs
 WHERE tenant_id = $1 AND media_id = $2 AND state IN ('queued', 'processing')
+ORDER BY id
+FOR UPDATE
 
 -- name: replay
 -- moves: job failed -> queued
@@ -311,7 +314,7 @@ WITH back AS (
 SELECT queue, priority FROM back
 
 -- name: get
-SELECT j.*, m.filename
+SELECT j.*, m.filename, m.deleted_at AS media_deleted_at
 FROM jobs AS j
 LEFT JOIN media AS m ON m.tenant_id = j.tenant_id AND m.id = j.media_id
 WHERE j.tenant_id = $1 AND j.id = $2

@@ -83,6 +83,7 @@ LIMIT $1
 DELETE FROM sets
 WHERE tenant_id = $1 AND media_id = $2 AND recipe = $3 AND recipe_version = $4 AND set_id = $5
   AND expires_at < now()
+RETURNING 1
 
 -- name: staging_holders
 -- Which of these attempts are still at work: their staged objects stay.

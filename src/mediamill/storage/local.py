@@ -29,6 +29,8 @@ T = TypeVar("T")
 _MARKER: Final = "mediamill-storage"
 _INCOMING: Final = ".incoming"
 _CHUNK: Final = 1 << 20
+_KEY_LENGTH: Final = 1024
+_PART_LENGTH: Final = 255  # a longer name fits no directory
 _KEY_CHARACTERS: Final = frozenset("abcdefghijklmnopqrstuvwxyz0123456789/_.-")
 
 
@@ -141,7 +143,8 @@ class LocalStorage:
         parts = key.split("/")
         if (
             not key
-            or any(p in ("", ".", "..") for p in parts)
+            or len(key) > _KEY_LENGTH
+            or any(p in ("", ".", "..") or len(p) > _PART_LENGTH for p in parts)
             or not _KEY_CHARACTERS.issuperset(key)
         ):
             raise ValueError("not a storage key")
