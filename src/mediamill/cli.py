@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import click
@@ -16,12 +17,20 @@ from mediamill.config import ConfigError, Settings
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="mediamill")
 @click.option("--bound-to", type=int, hidden=True, help="End with the process of this id.")
-def main(bound_to: int | None) -> None:
+@click.option("--keep-database", hidden=True, type=click.Path(), help="Use this embedded server.")
+def main(bound_to: int | None, keep_database: str | None) -> None:
     """Asynchronous media processing behind a durable queue."""
     if bound_to is not None:
         from mediamill import processes
 
         processes.bind_to(bound_to)
+    if keep_database is not None:
+        from mediamill import embedded
+
+        # It stops when nobody uses it: a worker that drains still does.
+        server = embedded.Embedded(Path(keep_database))
+        server.start()
+        click.get_current_context().call_on_close(server.close)
 
 
 def _settings(**flags: Any) -> Settings:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -30,13 +30,16 @@ T = TypeVar("T")
 # What a lost or restarting server looks like in the middle of a statement.
 _LOST: Final = (
     ConnectionError,
+    TimeoutError,
     asyncpg.InterfaceError,
+    asyncpg.InternalClientError,
     asyncpg.PostgresConnectionError,
     asyncpg.AdminShutdownError,
     asyncpg.CrashShutdownError,
     asyncpg.CannotConnectNowError,
     asyncpg.TooManyConnectionsError,
 )
+_RELEASE_SECONDS: Final = 3.0
 
 
 class Unavailable(Exception):
@@ -83,7 +86,7 @@ def load(aggregate: str) -> Statements:
 
 async def connect(dsn: str, *, application: str = "mediamill") -> Connection:
     """One connection with our JSON codec and settings. Raises Unavailable."""
-    with _translated(OSError, TimeoutError):
+    with _translated(OSError):
         connection = await asyncpg.connect(dsn, server_settings=_server_settings(application))
         await _prepare(connection)
     return connection
@@ -92,7 +95,7 @@ async def connect(dsn: str, *, application: str = "mediamill") -> Connection:
 async def open_pool(dsn: str, *, size: int, application: str = "mediamill") -> Pool:
     """A pool of at most `size` connections; the first one is opened now, so that errors show
     here."""
-    with _translated(OSError, TimeoutError):
+    with _translated(OSError):
         pool = await asyncpg.create_pool(
             dsn,
             min_size=1,
@@ -109,14 +112,15 @@ async def open_pool(dsn: str, *, size: int, application: str = "mediamill") -> P
 @asynccontextmanager
 async def acquire(pool: Pool) -> AsyncIterator[Connection]:
     """A connection of the pool, outside any transaction. Raises Unavailable."""
-    with _translated(OSError, TimeoutError):
+    with _translated(OSError):
         connection = await pool.acquire()
     try:
         with _translated():
             yield connection  # type: ignore[misc]  # the pool's proxy behaves as the connection
     finally:
-        with _translated():
-            await pool.release(connection)
+        # One that cannot be reset in time is thrown away by the pool; what was done on it stands.
+        with suppress(*_LOST):
+            await pool.release(connection, timeout=_RELEASE_SECONDS)
 
 
 @asynccontextmanager
@@ -138,8 +142,9 @@ def _translated(*more: type[Exception]) -> Iterator[None]:
 async def outlast(
     work: Callable[[], Awaitable[T]], *, seconds: float, pause_seconds: float = 0.2
 ) -> T:
-    """Repeat `work` through a database outage of up to `seconds`, and after a deadlock; other errors
-    pass through.
+    """Repeat `work` through a database outage of up to `seconds`, and after a deadlock.
+
+    Other errors pass through.
 
     Only for work that is safe to repeat: a commit whose answer was lost may have happened.
     """
@@ -262,7 +267,7 @@ async def wait_until_up(dsn: str, *, seconds: float) -> None:
     """Return once the server takes connections; raises Unavailable after `seconds`."""
 
     async def probe() -> None:
-        with _translated(OSError, TimeoutError):
+        with _translated(OSError):
             connection = await asyncpg.connect(dsn, timeout=5)
             await connection.close()
 

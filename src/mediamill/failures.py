@@ -203,7 +203,7 @@ class Code(Enum):
         "Use a public https address, or ask the operator to allow the network.",
     )
     CANCELED = Row(
-        _P, 409, "The job was canceled.", "Replay the job, or process the media again, if needed."
+        _P, 409, "The job was canceled.", "Process the media again, if needed."
     )
     INTERNAL = Row(
         _T,

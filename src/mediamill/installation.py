@@ -45,6 +45,11 @@ async def identify(connection: db.Connection) -> Installation:
     return Installation(installation_id, pepper, await _keyring(connection))
 
 
+async def holds_objects(connection: db.Connection) -> bool:
+    """Whether the storage must hold something."""
+    return bool(await connection.fetchval(_SQL.holds_objects))
+
+
 async def rotate_signing_key(connection: db.Connection, *, overlap_seconds: float) -> None:
     """Sign with a new key from now on; addresses signed before stay good for the overlap."""
     overlap = timedelta(seconds=overlap_seconds)

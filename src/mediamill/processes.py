@@ -175,8 +175,13 @@ async def _base(
         async with db.acquire(pool) as connection:
             await db.check_schema(connection)
             installed = await installation.identify(connection)
+            may_be_new = not await installation.holds_objects(connection)
         store = open_local(
-            settings.objects_dir, installed.id, lambda: installed.keyring, settings.base_url
+            settings.objects_dir,
+            installed.id,
+            lambda: installed.keyring,
+            settings.base_url,
+            may_be_new=may_be_new,
         )
         yield pool, installed, store
     finally:

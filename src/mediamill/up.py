@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -29,6 +30,7 @@ _TICK_SECONDS: Final = 0.2
 _BACKOFF_SECONDS: Final = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
 _STEADY_SECONDS: Final = 30.0
 _KEY_FILE: Final = "api-key"
+_ENSURE_SECONDS: Final = 2.0
 
 
 class CannotStart(Exception):
@@ -68,15 +70,29 @@ class Platform:
     dsn: str
     api_key: str
     services: list[Service]
+    server: embedded.Embedded | None = None
     timings: dict[str, float] = field(default_factory=dict)
+
+    _ensured_at: float = field(default_factory=time.monotonic)
 
     @property
     def url(self) -> str:
         return self.settings.base_url
 
+    def _ensure(self) -> None:
+        """The embedded server comes back even if its own supervisor was killed."""
+        assert self.server is not None
+        try:
+            self.server.ensure()
+        except embedded.EmbeddedError as error:
+            _say(str(error))
+
     def tend(self) -> None:
         """Start what is due to be started again. Call it every fraction of a second."""
         now = time.monotonic()
+        if self.server is not None and now - self._ensured_at > _ENSURE_SECONDS:
+            self._ensured_at = now
+            threading.Thread(target=self._ensure, name="database", daemon=True).start()
         for service in self.services:
             if service.process is None:
                 if now >= service.due_at:
@@ -128,7 +144,7 @@ def platform(
         services = [_service(settings, dsn, name) for name in ("api", "worker")]
         for service in services:
             service.start()
-        running = Platform(settings, dsn, api_key, services)
+        running = Platform(settings, dsn, api_key, services, server)
         running.timings["database"] = database_seconds
         _await_ready(running, stopping)
         running.timings["ready"] = time.perf_counter() - began
@@ -170,7 +186,10 @@ def _service(settings: Settings, dsn: str, name: str) -> Service:
     if "MEDIAMILL_FAILPOINT" in os.environ:
         env["MEDIAMILL_FAILPOINT"] = os.environ["MEDIAMILL_FAILPOINT"]
     # A child that outlives this process would work on unseen: it is bound to it first.
-    argv = [sys.executable, "-m", "mediamill", "--bound-to", str(os.getpid()), name]
+    argv = [sys.executable, "-m", "mediamill", "--bound-to", str(os.getpid())]
+    if settings.database_url is None:
+        argv += ["--keep-database", str(settings.data_dir / "postgres")]
+    argv.append(name)
     return Service(name, argv, env, observability.open_log(settings.logs_dir, name))
 
 

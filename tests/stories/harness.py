@@ -103,7 +103,7 @@ class Process:
 
 
 class Platform:
-    """What a story plays on. `settings` are MEDIAMILL_ variables of all processes, by short name."""
+    """What a story plays on. `settings` are MEDIAMILL_ variables, by short name."""
 
     def __init__(self, database: str, folder: Path, **settings: object) -> None:
         self.database = database
@@ -484,16 +484,19 @@ class Platform:
             if _command(pid).startswith("ff")
         )
 
+    def encoders(self, worker: Process) -> list[int]:
+        """The process ids of the encoders that the worker runs."""
+        return [pid for pid in self.tools(worker) if b"libx264" in arguments(pid)]
+
     def encoder(self, worker: Process, *, seconds: float = 40) -> int:
         """The process id of the encoder that the worker runs."""
-
-        def look() -> int | None:
-            for pid in self.tools(worker):
-                if b"libx264" in _arguments(pid):
-                    return pid
-            return None
-
-        return until(look, seconds=seconds, why="no encoder was seen", every_seconds=0.01)
+        found = until(
+            lambda: self.encoders(worker),
+            seconds=seconds,
+            why="no encoder was seen",
+            every_seconds=0.01,
+        )
+        return found[0]
 
     def freeze_encoder(self, worker: Process, *, seconds: float = 40) -> int:
         """Stop the encoder in the middle of its work, however fast this machine is."""
@@ -541,7 +544,7 @@ def assert_gone(named: Sequence[tuple[int, str]], *, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while still_alive(named) and time.monotonic() < deadline:
         time.sleep(0.02)
-    left = {pid: _arguments(pid)[:120] for pid in still_alive(named)}
+    left = {pid: arguments(pid)[:120] for pid in still_alive(named)}
     assert left == {}
 
 
@@ -564,7 +567,7 @@ def _command(pid: int) -> str:
         return ""
 
 
-def _arguments(pid: int) -> bytes:
+def arguments(pid: int) -> bytes:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):

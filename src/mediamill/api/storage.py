@@ -42,6 +42,8 @@ async def put_object(request: Request) -> Response:
     size = int(length) if length.isascii() and length.isdigit() and len(length) < 17 else -1
     content_type = request.headers.get("content-type", "")
     _verify(request, signing.Grant("PUT", key, _expires(request), content_type, size))
+    if not key.startswith(f"{storage.UPLOADS}/"):
+        raise Refused(Code.NOT_FOUND)
     try:
         receiver = await here.storage.receive(key)
     except AlreadyStored:

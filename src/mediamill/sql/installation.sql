@@ -7,6 +7,10 @@ WITH made AS (
 )
 SELECT id FROM made UNION ALL SELECT id FROM instance LIMIT 1
 
+-- name: holds_objects
+-- Whether any original was ever accepted and is not deleted: then the storage cannot be a new one.
+SELECT EXISTS (SELECT 1 FROM media WHERE object_version IS NOT NULL AND deleted_at IS NULL)
+
 -- name: secrets
 -- Newest first; the first one signs, all of them verify.
 SELECT version, value FROM secrets

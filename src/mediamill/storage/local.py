@@ -167,6 +167,7 @@ class LocalStorage:
         """Give a complete file its name, durably."""
         os.chmod(incoming, 0o444)
         _sync(incoming)
+        stored = _stored(os.stat(incoming))  # the same inode as under its name
         path = self.path(key)
         while True:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -179,8 +180,9 @@ class LocalStorage:
                 # A concurrent delete pruned the empty folder; or the incoming file is gone.
                 if not incoming.exists():
                     raise
-        _sync(path.parent)
-        return _stored(os.stat(path))
+        with suppress(FileNotFoundError):  # deleted again already
+            _sync(path.parent)
+        return stored
 
     def sweep_incoming(self, *, older_than_seconds: float, now: float) -> int:
         """Remove what crashed writers left behind."""
@@ -230,13 +232,19 @@ class Receiver:
 
 
 def open_local(
-    root: Path, installation: UUID, keyring: Callable[[], signing.Keyring], base_url: str
+    root: Path,
+    installation: UUID,
+    keyring: Callable[[], signing.Keyring],
+    base_url: str,
+    *,
+    may_be_new: bool = True,
 ) -> LocalStorage:
     """The local storage of this installation.
 
     A marker in the folder names the installation that it belongs to: a folder with objects but
-    without it, or with another's, is refused, so that an unmounted disk or a mixed-up path never
-    looks like an empty storage. Raises StorageRefused.
+    without it, or with another's, is refused, and so is one without it when the database knows of
+    objects (`may_be_new` False), so that an unmounted disk or a mixed-up path never looks like an
+    empty storage. Raises StorageRefused.
     """
     marker = root / _MARKER
     try:
@@ -247,6 +255,11 @@ def open_local(
                     f"{root} holds files but not Mediamill's marker {_MARKER!r}. Is it the right "
                     "folder, and is its disk mounted?"
                 )
+            if not may_be_new:
+                raise StorageRefused(
+                    f"{root} is empty, but the database knows of objects. Is its disk mounted? To "
+                    f"go on without them, write {installation} into {marker}."
+                )
             (root / _INCOMING).mkdir(exist_ok=True)
             fresh = root / _INCOMING / uuid4().hex
             fresh.write_text(f"{installation}\n")
@@ -255,6 +268,7 @@ def open_local(
                 os.link(fresh, marker)
             fresh.unlink()
             _sync(root)
+        (root / _INCOMING).mkdir(exist_ok=True)  # a restored backup may lack it
         found = marker.read_text().strip()
     except OSError as error:
         raise StorageRefused(f"{root} cannot be used: {error.strerror}.") from None
