@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import secrets
 from collections.abc import AsyncIterator, Coroutine, Iterator
@@ -210,11 +211,10 @@ async def moves(
 def check_path(path: list[tuple[str | None, str]], subject: str) -> None:
     """A log must begin with a birth, connect, and use only legal moves."""
     legal = {
-        (str(a), str(b))
-        for a, b in (states.JOB_MOVES if subject == "job" else states.MEDIA_MOVES)
+        (str(a), str(b)) for a, b in (states.JOB_MOVES if subject == "job" else states.MEDIA_MOVES)
     }
     assert path[0][0] is None, path
-    for (_, before), (origin, target) in zip(path, path[1:], strict=False):
+    for (_, before), (origin, target) in itertools.pairwise(path):
         assert origin == before, path
         assert (origin, target) in legal, path
 

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any
 
 import asyncpg
 import pytest
@@ -91,7 +92,8 @@ def test_a_statement_that_is_not_there_is_told_by_name() -> None:
 
 async def test_json_goes_in_and_out_as_it_is(database: str) -> None:
     async with rows.connected(database) as connection:
-        for value in ({"é": [1, None, True, "\U0001f600"]}, [], "text", 5, None):
+        values: list[Any] = [{"é": [1, None, True, "\U0001f600"]}, [], "text", 5, None]
+        for value in values:
             assert await connection.fetchval("SELECT $1::jsonb", value) == value
             assert await connection.fetchval("SELECT $1::json", value) == value
         with pytest.raises(asyncpg.DataError):
@@ -101,7 +103,7 @@ async def test_json_goes_in_and_out_as_it_is(database: str) -> None:
 
 async def test_a_transaction_commits_or_leaves_nothing(database: str) -> None:
     async with rows.pooled(database) as pool:
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(ZeroDivisionError):  # noqa: PT012
             async with db.transaction(pool) as connection:
                 await rows.new_tenant(connection)
                 raise ZeroDivisionError
@@ -129,7 +131,7 @@ async def test_a_connection_that_is_cut_is_unavailable_and_the_pool_recovers(
     database: str,
 ) -> None:
     async with rows.pooled(database, size=2) as pool:
-        with pytest.raises(db.Unavailable):
+        with pytest.raises(db.Unavailable):  # noqa: PT012
             async with db.transaction(pool) as connection:
                 pid = await connection.fetchval("SELECT pg_backend_pid()")
                 async with rows.connected(database) as killer:

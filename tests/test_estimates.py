@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests import rows
 
-from mediamill import db, estimates, installation
+from mediamill import db, installation
 from mediamill.config import Settings
 from mediamill.estimates import Estimate, Forecaster
 
@@ -49,9 +50,7 @@ async def finished(connection: db.Connection, settings: Settings, seconds: list[
 
 async def serve(connection: db.Connection, **slots: int) -> None:
     name = f"w-{slots}"
-    await installation.register_worker(
-        connection, name, version="1", slots=slots, sandbox="strong"
-    )
+    await installation.register_worker(connection, name, version="1", slots=slots, sandbox="strong")
 
 
 async def ask(
@@ -172,6 +171,6 @@ async def test_those_who_join_between_two_looks_get_places_of_their_own(
     assert places == [2, 3, 4]
     await rows.accepted(connection, tenant, settings)
     assert await forecaster.joined(connection, "image") == 5
-    now = estimates.time.monotonic()
-    monkeypatch.setattr(estimates.time, "monotonic", lambda: now + 3)
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 3)
     assert await forecaster.joined(connection, "image") == 3  # it looked again

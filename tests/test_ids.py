@@ -26,7 +26,10 @@ def test_ids_sort_as_their_uuids(a: UUID, b: UUID) -> None:
 
 
 @unhurried
-@given(st.text(max_size=40) | st.text("0123456789abcdefgz", min_size=26, max_size=26).map("med_".__add__))
+@given(
+    st.text(max_size=40)
+    | st.text("0123456789abcdefgz", min_size=26, max_size=26).map("med_".__add__)
+)
 def test_a_text_is_an_id_only_in_its_one_spelling(text: str) -> None:
     value = ids.decode("med", text)
     assert value is None or ids.encode("med", value) == text

@@ -121,7 +121,7 @@ async def test_a_rolled_back_acceptance_leaves_no_row_and_no_ticket(
     connection: db.Connection, tenant: str, settings: Settings
 ) -> None:
     slot = await rows.open_slot(connection, tenant, settings)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError):  # noqa: PT012
         async with connection.transaction():
             assert await media.accept(
                 connection,
@@ -200,9 +200,7 @@ WRITES: dict[str, Write] = {
     "enter_stage": lambda c, held: jobs.enter_stage(c, held, "encode"),
     "advance": lambda c, held: jobs.advance(c, held, "encode", 50),
     "complete": lambda c, held: jobs.complete(c, held, {"a": 1}, retention_seconds=KEEP),
-    "fail": lambda c, held: jobs.fail(
-        c, held, PROBLEM, dead_letter=False, retention_seconds=KEEP
-    ),
+    "fail": lambda c, held: jobs.fail(c, held, PROBLEM, dead_letter=False, retention_seconds=KEEP),
     "requeue": lambda c, held: jobs.requeue(c, held, reason="x", outcome="retried"),
     "settle_canceled": lambda c, held: jobs.settle_canceled(c, held, retention_seconds=KEEP),
     "describe": lambda c, held: media.describe(c, held, Description(width=1)),
@@ -407,7 +405,7 @@ async def test_attempts_cannot_exceed_their_cap(
 async def test_a_rolled_back_requeue_leaves_the_job_held_and_no_ticket(desk: Desk) -> None:
     held = await desk.claim()
     before = await desk.snapshot()
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError):  # noqa: PT012
         async with desk.connection.transaction():
             await jobs.requeue(desk.connection, held, reason="x", outcome="retried")
             raise ZeroDivisionError
@@ -416,9 +414,7 @@ async def test_a_rolled_back_requeue_leaves_the_job_held_and_no_ticket(desk: Des
 
 
 async def test_a_canceled_queued_job_ends_at_once(desk: Desk) -> None:
-    assert await jobs.cancel(
-        desk.connection, desk.tenant, desk.birth.id, retention_seconds=KEEP
-    )
+    assert await jobs.cancel(desk.connection, desk.tenant, desk.birth.id, retention_seconds=KEEP)
     assert await desk.states() == ("canceled", "failed")
     assert (await rows.events(desk.connection, desk.tenant))[-2:] == [
         "job.canceled",

@@ -60,7 +60,10 @@ class Mill:
     async def accepted(self, **more: object) -> tuple[UUID, Birth]:
         async with db.acquire(self.pool) as connection:
             media_id, births = await rows.accepted(
-                connection, self.tenant, self.settings, **more  # type: ignore[arg-type]
+                connection,
+                self.tenant,
+                self.settings,
+                **more,  # type: ignore[arg-type]
             )
         return media_id, births[0]
 
@@ -340,9 +343,7 @@ async def test_erasing_removes_every_byte_of_the_media_and_no_other(mill: Mill) 
     for media_id in (one, two):
         await mill.put(f"{uploads.prefix(mill.tenant, media_id)}/n/original")
     async with db.transaction(mill.pool) as connection:
-        assert await uploads.delete(
-            connection, mill.settings, mill.tenant, one, reason="requested"
-        )
+        assert await uploads.delete(connection, mill.settings, mill.tenant, one, reason="requested")
         assert not await uploads.delete(
             connection, mill.settings, mill.tenant, one, reason="requested"
         )
@@ -452,7 +453,7 @@ async def test_a_set_that_is_published_again_while_it_is_swept_keeps_its_objects
             "UPDATE sets SET superseded_at = NULL, expires_at = NULL WHERE set_id = $1", old
         )
         sweeping = asyncio.create_task(mill.do("sweep_sets"))
-        while not await mill.sql(
+        while not await mill.sql(  # noqa: ASYNC110  # nothing tells us
             "SELECT 1 FROM pg_locks WHERE NOT granted AND locktype = 'transactionid'"
         ):
             await asyncio.sleep(0.01)  # until the sweep waits for the row
@@ -559,9 +560,7 @@ async def test_what_is_past_its_retention_is_forgotten(mill: Mill) -> None:
 
 async def test_a_job_that_has_not_ended_is_never_forgotten(mill: Mill) -> None:
     media_id, birth = await mill.accepted()
-    await mill.sql(
-        "UPDATE jobs SET expires_at = now() - interval '1 day' WHERE id = $1", birth.id
-    )
+    await mill.sql("UPDATE jobs SET expires_at = now() - interval '1 day' WHERE id = $1", birth.id)
     await mill.sql("UPDATE media SET deleted_at = now() WHERE id = $1", media_id)
     await mill.do("forget")
     assert (await mill.job(birth))["state"] == "queued"
@@ -582,10 +581,11 @@ async def test_a_duty_that_fails_does_not_stop_the_others(
         ran.set()
         return 0
 
-    mill.duties.duties = (
+    two = (
         replace(rescue, work=broken, every_seconds=0.01),
         replace(republish, work=runs, every_seconds=0.05),
     )
+    monkeypatch.setattr(mill.duties, "duties", two)
     task = asyncio.create_task(mill.duties.run())
     for _ in range(2):
         async with asyncio.timeout(5):

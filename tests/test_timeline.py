@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -18,8 +19,7 @@ MAIN = "main-job"
 
 def move(to: str, at: float, **more: Any) -> dict[str, Any]:
     base = {"subject": "media", "job_id": None, "stage": None, "attempt": None, "worker": None}
-    found = {**base, "code": None, "to_state": to, "at": START + timedelta(seconds=at), **more}
-    return found
+    return {**base, "code": None, "to_state": to, "at": START + timedelta(seconds=at), **more}
 
 
 def stage(name: str, at: float, job: str = MAIN) -> dict[str, Any]:
@@ -27,9 +27,7 @@ def stage(name: str, at: float, job: str = MAIN) -> dict[str, Any]:
 
 
 def run(moves: list[dict[str, Any]], now: float) -> list[timeline.Segment]:
-    return timeline.segments(
-        moves, main_jobs=frozenset({MAIN}), now=START + timedelta(seconds=now)
-    )
+    return timeline.segments(moves, main_jobs=frozenset({MAIN}), now=START + timedelta(seconds=now))
 
 
 @st.composite
@@ -58,9 +56,7 @@ def test_segments_tile_the_time_from_the_first_move_to_the_last(
 ) -> None:
     moves, now = life
     found = run(moves, now)
-    told = [
-        m for m in moves if m["subject"] == "media" or (m["job_id"] == MAIN and m["stage"])
-    ]
+    told = [m for m in moves if m["subject"] == "media" or (m["job_id"] == MAIN and m["stage"])]
     last = told[-1]
     ended = last["subject"] == "media" and last["to_state"] in MEDIA_TERMINAL
     end = last["at"] if ended else START + timedelta(seconds=now)
@@ -69,7 +65,7 @@ def test_segments_tile_the_time_from_the_first_move_to_the_last(
         return
     assert found[0].start == START
     assert found[-1].end == end
-    for this, following in zip(found, found[1:], strict=False):
+    for this, following in itertools.pairwise(found):
         assert this.end == following.start
     assert all(s.seconds >= 0 for s in found)
     assert abs(sum(s.seconds for s in found) - (end - START).total_seconds()) < 1e-6

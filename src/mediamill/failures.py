@@ -202,9 +202,7 @@ class Code(Enum):
         "The address is not one that this service may call.",
         "Use a public https address, or ask the operator to allow the network.",
     )
-    CANCELED = Row(
-        _P, 409, "The job was canceled.", "Process the media again, if needed."
-    )
+    CANCELED = Row(_P, 409, "The job was canceled.", "Process the media again, if needed.")
     INTERNAL = Row(
         _T,
         500,

@@ -23,8 +23,8 @@ from mediamill.storage import SignedRequest, Storage, Stored
 
 PREVIEW_PRIORITY: Final = 100
 _NAME_BYTES: Final = 1024
-# Bidirectional embeddings, overrides and isolates: "a\u202egpj.exe" reads as "aexe.jpg". Joiners stay,
-# since emoji and several scripts need them.
+# Bidirectional embeddings, overrides and isolates: "a\u202egpj.exe" reads as "aexe.jpg". Joiners
+# stay, since emoji and several scripts need them.
 _REORDERING: Final = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 

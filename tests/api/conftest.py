@@ -1,4 +1,4 @@
-"""The real application on a real database and folder, in this process; two tenants to try it with."""
+"""The real application on a real database and folder, in this process, and two tenants."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ async def api(shared_database: str, tmp_path: Path) -> AsyncIterator[Api]:
         yield made
 
 
-class make_api:  # noqa: N801  # used as a function
+class make_api:  # used as a function
     """An application of its own; `settings` are changes to the defaults."""
 
     def __init__(self, dsn: str, folder: Path, *, pool_size: int = 5, **settings: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.api.conftest import Api, make_api
 
-from mediamill import db, installation, ids
+from mediamill import db, ids, installation
 from mediamill.config import QUEUES
 
 pytestmark = pytest.mark.anyio

@@ -76,8 +76,7 @@ async def test_the_storage_key_is_ours_and_not_built_from_the_name(api: Api) -> 
 
 @pytest.mark.parametrize("name", NAMES, ids=range(len(NAMES)))
 async def test_a_file_name_comes_back_as_it_was_after_nfc(api: Api, name: str | None) -> None:
-    given = {} if name is None else {"filename": name}
-    body = await api.slot(**given)
+    body = await api.slot(filename=name)
     expected = name and unicodedata.normalize("NFC", name)
     assert body["filename"] == expected
     assert (await api.read(body["id"]))["filename"] == expected
@@ -285,9 +284,7 @@ async def test_a_failed_media_is_a_200_with_the_stored_problem(api: Api) -> None
     assert answer.status_code == 200
     shown = answer.json()
     assert shown["state"] == "failed"
-    assert shown["error"] == Problem(
-        Code.CORRUPT_INPUT, "The second frame is cut off."
-    ).as_dict()
+    assert shown["error"] == Problem(Code.CORRUPT_INPUT, "The second frame is cut off.").as_dict()
     assert "retry-after" not in answer.headers
     variant = await api.client.get(f"/v1/media/{body['id']}/variants/w8.webp")
     check_problem(variant, 409, "wrong_state")
@@ -383,9 +380,7 @@ async def test_a_deleted_media_answers_410_and_forgets_the_person(api: Api) -> N
         row = await connection.fetchrow(
             "SELECT * FROM media WHERE tenant_id = $1 AND id = $2", api.tenant, media_uuid(body)
         )
-        events = await connection.fetch(
-            "SELECT data FROM events WHERE tenant_id = $1", api.tenant
-        )
+        events = await connection.fetch("SELECT data FROM events WHERE tenant_id = $1", api.tenant)
     assert row is not None
     kept = json.dumps([dict(row), [dict(e) for e in events]], default=str)
     assert "alice" not in kept.lower()
@@ -420,7 +415,7 @@ async def test_the_timeline_tells_where_the_time_went(api: Api) -> None:
     assert answer.status_code == 200
     told = answer.json()
     assert told["schema_version"] == 1
-    assert [s["name"] for s in told["segments"]][0] == "awaiting_upload"
+    assert next(s["name"] for s in told["segments"]) == "awaiting_upload"
     assert {"queued", "claimed"} <= {s["name"] for s in told["segments"]}
     for this, following in zip(told["segments"], told["segments"][1:], strict=False):
         assert this["end"] == following["start"]
@@ -485,9 +480,7 @@ async def test_a_list_filters_by_states(api: Api) -> None:
     ],
 )
 async def test_a_bad_query_of_a_list_is_a_400(api: Api, query: str) -> None:
-    problem = check_problem(
-        await api.client.get(f"/v1/media?{query}"), 400, "unknown_parameter"
-    )
+    problem = check_problem(await api.client.get(f"/v1/media?{query}"), 400, "unknown_parameter")
     assert problem["errors"][0]["parameter"] == query.partition("=")[0]
 
 
@@ -542,7 +535,7 @@ async def test_a_key_with_another_body_is_a_422(api: Api) -> None:
 @pytest.mark.parametrize("key", ["", '""', "a b", "x" * 256, "k\u00e9y"])
 async def test_a_bad_idempotency_key_is_a_400(api: Api, key: str) -> None:
     answer = await api.client.post(
-        "/v1/media", json={"size": 5}, headers={"Idempotency-Key": key.encode("latin-1")}
+        "/v1/media", json={"size": 5}, headers=[(b"Idempotency-Key", key.encode("latin-1"))]
     )
     check_problem(answer, 400, "idempotency_key_invalid")
 
@@ -627,7 +620,7 @@ async def test_a_ready_media_does_not_answer_304_for_addresses_that_ran_out(
 
         class Later(datetime):
             @classmethod
-            def now(cls, tz: Any = None) -> datetime:
+            def now(cls, tz: Any = None) -> Any:
                 return ends.astimezone(UTC) + timedelta(minutes=1)
 
         monkeypatch.setattr(routes, "datetime", Later)

@@ -10,7 +10,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 from tests import rows
-from tests.api.conftest import Api, check_problem, make_api
+from tests.api.conftest import Api, Body, check_problem, make_api
 
 from mediamill import db, ids, keys
 from mediamill.failures import Code
@@ -220,8 +220,8 @@ async def test_other_tenants_ids_answer_404_on_every_route(
                 (missing["med"], missing["job"]),
             ):
                 path = template.format(media_id=media_id, job_id=job_id, name="w8.webp")
-                content = {"json": {}} if path.endswith("/process") else {}
-                answer = await other.request(method, path, **content)
+                body_of_it: Body | None = {} if path.endswith("/process") else None
+                answer = await other.request(method, path, json=body_of_it)
                 problem = check_problem(answer, 404, "not_found")
                 for name in ("instance", "request_id"):
                     del problem[name]
@@ -272,7 +272,7 @@ async def test_every_route_wants_a_key(api: Api) -> None:
                 check_problem(answer, 401, "unauthenticated")
                 assert answer.headers["www-authenticate"].startswith("Bearer")
         odd = b"Bearer mpk_live_\xe9\xff" + b"x" * 60
-        answer = await stranger.get("/v1/media", headers={"Authorization": odd})
+        answer = await stranger.get("/v1/media", headers=[(b"Authorization", odd)])
         check_problem(answer, 401, "unauthenticated")
 
 
@@ -402,5 +402,5 @@ async def test_a_lost_database_is_a_503_that_says_when_to_come_back(
 async def test_problem_details_are_json_in_full(api: Api) -> None:
     """No NaN, no lone surrogate and no bytes get into a problem, whatever a client sends."""
     answer = await post(api, b'{"size": NaN, "recipe": "\\u0000\\u2028"}')
-    parsed = json.loads(answer.content.decode("utf-8"), parse_constant=lambda c: pytest.fail(c))
+    parsed = json.loads(answer.content.decode("utf-8"), parse_constant=pytest.fail)
     assert parsed["status"] == 422

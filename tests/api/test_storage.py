@@ -88,9 +88,7 @@ async def test_a_put_without_a_length_is_a_411(api: Api) -> None:
         (b"hello", ""),
     ],
 )
-async def test_another_length_or_type_is_a_403(
-    api: Api, content: bytes, content_type: str
-) -> None:
+async def test_another_length_or_type_is_a_403(api: Api, content: bytes, content_type: str) -> None:
     path, query = target(await api.slot(b"hello"))
     answer = await send(api, path, query, content, content_type)
     check_problem(answer, 403, "signature_invalid")
@@ -123,9 +121,7 @@ async def test_a_tampered_address_is_a_403(api: Api, change: dict[str, str]) -> 
     get = urlsplit(variant_url(await api.ready()))
     query = {name: values[0] for name, values in parse_qs(get.query).items()}
     async with api.stranger() as stranger:
-        check_problem(
-            await stranger.get(get.path, params=query | change), 403, "signature_invalid"
-        )
+        check_problem(await stranger.get(get.path, params=query | change), 403, "signature_invalid")
 
 
 async def test_a_missing_parameter_is_a_403(api: Api) -> None:

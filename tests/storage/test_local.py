@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import shutil
 import stat
@@ -35,9 +36,7 @@ def store(tmp_path: Path) -> LocalStorage:
 
 
 def files(store: LocalStorage) -> list[str]:
-    return sorted(
-        str(p.relative_to(store.root)) for p in store.root.rglob("*") if p.name != MARKER
-    )
+    return sorted(str(p.relative_to(store.root)) for p in store.root.rglob("*") if p.name != MARKER)
 
 
 class TestConformance(Conformance):
@@ -188,7 +187,7 @@ async def test_a_full_disk_is_told_as_one_and_leaves_nothing(
 async def test_a_write_that_finds_the_disk_full_says_so(store: LocalStorage) -> None:
     receiver = await store.receive("uploads/t/a")
     receiver._file.close()
-    receiver._file = open("/dev/full", "wb", buffering=0)
+    receiver._file = io.FileIO("/dev/full", "w")
     with pytest.raises(Failure) as caught:
         await receiver.write(b"x")
     assert caught.value.code is Code.SCRATCH_FULL

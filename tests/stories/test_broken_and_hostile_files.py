@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 
 from tests.stories.clips import Clips, cut
@@ -56,6 +57,29 @@ def test_each_broken_file_fails_once_with_its_reason(platform: Platform, clips: 
     # The worker is as good as new.
     platform.wait_for_state(platform.upload(clips.photo, "photo.jpg"), "ready")
     assert platform.rows("SELECT 1 FROM jobs WHERE state IN ('queued', 'processing')") == []
+    platform.assert_nothing_left()
+
+
+def test_bytes_that_are_not_the_announced_ones_or_change_later_are_refused(
+    platform: Platform, clips: Clips
+) -> None:
+    platform.start_api()
+    other = platform.upload(clips.photo, "photo.jpg", sha256=hashlib.sha256(b"").hexdigest())
+    changed = platform.upload(clips.red, "red.jpg")
+    (stored,) = platform.files("uploads", changed)
+    stored.chmod(0o644)
+    stored.write_bytes(clips.red[::-1])
+    missing = platform.upload(clips.blue, "blue.jpg")
+    platform.files("uploads", missing)[0].unlink()
+    platform.start_worker("image=1,maintenance=1")
+    for media_id, code in (
+        (other, "checksum_mismatch"),
+        (changed, "source_changed"),
+        (missing, "source_missing"),
+    ):
+        assert platform.wait_for_state(media_id, "failed")["error"]["code"] == code
+        assert platform.main_job(media_id)["attempt"] == 1
+        platform.assert_path_is_legal(media_id)
     platform.assert_nothing_left()
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx2 as httpx
 import pytest
 from tests.stories.clips import Clips
+from tests.stories.conftest import Make
 from tests.stories.harness import Platform, until
 
 from mediamill import db, queue
@@ -65,18 +66,21 @@ def own(tmp_path: Path) -> Iterator[Server]:
 
 
 @pytest.fixture
-def platform(own: Server, tmp_path: Path) -> Iterator[Platform]:
-    made = Platform(own.dsn, tmp_path)
-    try:
-        yield made
-    finally:
-        made.close()
+def platform(own: Server, make_platform: Make) -> Platform:
+    return make_platform(database=own.dsn)
+
+
+@pytest.fixture
+def patient(own: Server, make_platform: Make) -> Platform:
+    """With leases that are longer than a restart takes on a busy machine."""
+    return make_platform(database=own.dsn, lease_seconds=40, self_stop_seconds=30, beat_seconds=0.5)
 
 
 @pytest.mark.timeout(120)
 def test_a_restart_in_the_middle_of_a_job_loses_nothing(
-    platform: Platform, own: Server, clips: Clips
+    patient: Platform, own: Server, clips: Clips
 ) -> None:
+    platform = patient
     platform.start_api()
     workers = platform.start_workers(2, VIDEO)
     media_id = platform.upload(clips.work, "work.mp4")

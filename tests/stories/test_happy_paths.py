@@ -192,3 +192,39 @@ def test_a_file_is_what_its_bytes_say_whatever_it_was_announced_as(
     assert platform.media_row(film)["preview"] is not None
     assert platform.value("SELECT count(*) FROM media WHERE id = $1", media_uuid(film)) == 1
     platform.assert_nothing_left()
+
+
+def test_what_is_published_stays_served_while_it_is_made_again_and_if_that_fails(
+    platform: Platform, clips: Clips
+) -> None:
+    platform.start_api()
+    worker = platform.start_worker("image=1,maintenance=1")
+    media_id = platform.upload(clips.photo, "photo.jpg")
+    first = platform.wait_for_state(media_id, "ready")["variants"]
+    worker.stop()
+
+    again = platform.http.post(f"/v1/media/{media_id}/process", json={})
+    assert again.status_code == 202
+    assert platform.http.post(f"/v1/media/{media_id}/process", json={}).status_code == 409
+    body = platform.get(media_id)
+    assert (body["state"], body["generation"]) == ("queued", 2)
+    _assert_serves(platform, body, first)
+    platform.start_worker("image=1,maintenance=1")
+    platform.wait_for_state(media_id, "ready")
+    platform.assert_path_is_legal(media_id)
+    platform.assert_published_once(media_id)
+
+    platform.files("uploads", media_id)[0].unlink()
+    platform.http.post(f"/v1/media/{media_id}/process", json={})
+    body = platform.wait_for_state(media_id, "failed")
+    assert (body["error"]["code"], body["generation"]) == ("source_missing", 3)
+    _assert_serves(platform, body, first)
+    assert [j["state"] for j in platform.jobs(media_id)] == ["completed", "completed", "failed"]
+    platform.assert_path_is_legal(media_id)
+    platform.assert_nothing_left()
+
+
+def _assert_serves(platform: Platform, body: Body, expected: list[Body]) -> None:
+    assert [v["sha256"] for v in body["variants"]] == [v["sha256"] for v in expected]
+    for variant in body["variants"]:
+        assert len(httpx.get(variant["url"]).content) == variant["bytes"]

@@ -103,7 +103,9 @@ def pointers(faults: list[Any] | Any) -> list[dict[str, str]]:
     """Pydantic's faults as JSON pointers with a sentence each."""
     return [
         {
-            "pointer": "".join(f"/{_escaped(p)}" for p in fault["loc"] if p not in ("body", "[key]")),
+            "pointer": "".join(
+                f"/{_escaped(p)}" for p in fault["loc"] if p not in ("body", "[key]")
+            ),
             "code": fault["type"],
             "detail": fault["msg"],
         }
