@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
+from uuid import UUID
 
 import pytest
 from hypothesis import given, settings
@@ -40,7 +41,9 @@ class Work:
 
     async def __call__(self) -> Answer:
         self.done += 1
-        return Answer(201, f'{{"number":{self.done}}}', f"/v1/things/{self.done}")
+        return Answer(
+            201, f'{{"number":{self.done}}}', f"/v1/things/{self.done}", UUID(int=self.done)
+        )
 
 
 async def once(pool: db.Pool, work: Any, key: Key | None = KEY, keep: float = 3600) -> Answer:
@@ -54,7 +57,7 @@ async def test_the_second_time_gives_the_first_answer(pool: db.Pool) -> None:
     first, again = await once(pool, work), await once(pool, work)
     assert work.done == 1
     assert not first.replayed
-    assert again == Answer(first.status, first.body, first.location, replayed=True)
+    assert again == Answer(first.status, first.body, first.location, first.about, replayed=True)
 
 
 @pytest.mark.anyio
@@ -145,7 +148,7 @@ async def test_a_request_that_takes_long_makes_its_double_wait_and_then_refuses_
         waited.append(time.monotonic() - began)
         assert caught.value.code is Code.IDEMPOTENCY_IN_FLIGHT
         assert caught.value.headers == {"Retry-After": "1"}
-        return Answer(201, "{}", "/v1/things/1")
+        return Answer(201, "{}", "/v1/things/1", UUID(int=1))
 
     await once(pool, first)
     assert 0.25 < waited[0] < 5

@@ -200,7 +200,13 @@ def _operator_file() -> dict[str, Any]:
 
 # Variables with our prefix that are not settings.
 _OTHER_VARIABLES: Final = frozenset(
-    {"MEDIAMILL_CONFIG", "MEDIAMILL_FAILPOINT", "MEDIAMILL_URL", "MEDIAMILL_API_KEY"}
+    {
+        "MEDIAMILL_API_KEY",
+        "MEDIAMILL_CONFIG",
+        "MEDIAMILL_FAILPOINT",
+        "MEDIAMILL_TEST_DATABASE_URL",
+        "MEDIAMILL_URL",
+    }
 )
 
 

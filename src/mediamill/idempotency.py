@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
+from uuid import UUID
 
 import asyncpg
 
@@ -28,6 +29,8 @@ class Answer:
     status: int
     body: str
     location: str
+    about: UUID
+    """What was made; when it is deleted, the answer is forgotten with it."""
     replayed: bool = False
 
 
@@ -93,7 +96,11 @@ async def once(
             raise Refused(Code.IDEMPOTENCY_IN_FLIGHT, headers={"Retry-After": "1"})
         if row["fingerprint"] != key.fingerprint:
             raise Refused(Code.IDEMPOTENCY_KEY_REUSED)
-        return Answer(row["status"], row["body"], row["location"], replayed=True)
+        if row["body"] is None:
+            raise Refused(Code.GONE)
+        return Answer(row["status"], row["body"], row["location"], row["about"], replayed=True)
     answer = await work()
-    await connection.execute(_SQL.store, *key.scope, answer.status, answer.body, answer.location)
+    await connection.execute(
+        _SQL.store, *key.scope, answer.status, answer.body, answer.location, answer.about
+    )
     return answer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from typing import Any, Final
 
 import asyncpg
@@ -52,8 +53,10 @@ async def metrics(request: Request) -> Response:
     now = time.monotonic()
     if now - request.app.state.measured_at > _FRESH_SECONDS:
         request.app.state.measured_at = now
-        async with db.acquire(here.pool) as connection:
-            await _measure(found, connection)
+        # Without the database the figures of this process are still worth having.
+        with suppress(db.Unavailable, TimeoutError):
+            async with asyncio.timeout(2), db.acquire(here.pool) as connection:
+                await _measure(found, connection)
     return Response(generate_latest(found.registry), media_type=CONTENT_TYPE_LATEST)
 
 

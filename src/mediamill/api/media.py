@@ -52,6 +52,7 @@ _LIVE: Final = frozenset({MediaState.UPLOADED, MediaState.QUEUED, MediaState.PRO
 _FORM_OVERHEAD: Final = 1 << 20
 _SNIFF_BYTES: Final = 4096
 _COPY_BYTES: Final = 1 << 20
+_DOUBT_SECONDS: Final = 5.0
 
 router = APIRouter(tags=["media"])
 
@@ -237,7 +238,7 @@ async def _open_slot(request: Request, sender: Caller) -> Response:
                 "headers": dict(signed.headers),
                 "expires_at": iso_time(signed.expires_at),
             }
-            return Answer(201, json_text(body), _path(slot.id))
+            return Answer(201, json_text(body), _path(slot.id), slot.id)
 
         answer = await idempotency.once(
             connection, key, keep_seconds=here.settings.idempotency_seconds, work=work
@@ -304,17 +305,34 @@ async def _accept_form(
                     max_attempts=here.settings.max_attempts,
                 )
                 body = await _shown(here, connection, sender.tenant_id, slot.id)
-                return Answer(202, json_text(body), _path(slot.id))
+                return Answer(202, json_text(body), _path(slot.id), slot.id)
 
             answer = await idempotency.once(
                 connection, key, keep_seconds=here.settings.idempotency_seconds, work=work
             )
         settled = not answer.replayed
+    except db.Unavailable:
+        # The answer to the commit may be lost: only a look at the row tells whether it happened.
+        settled = await _happened(here, sender.tenant_id, slot.id)
+        raise
     finally:
         receiver.abort()
         if not settled:
             await here.storage.delete(slot.upload_key)
     return _answered(answer)
+
+
+async def _happened(here: Services, tenant_id: str, media_id: UUID) -> bool:
+    """Whether a media came into being. In doubt, yes: bytes too many are better than too few."""
+
+    async def look() -> bool:
+        async with db.acquire(here.pool) as connection:
+            return await media.original(connection, tenant_id, media_id) is not None
+
+    try:
+        return await db.outlast(look, seconds=_DOUBT_SECONDS)
+    except db.Unavailable:
+        return True
 
 
 async def complete_media(request: Request) -> Response:
@@ -474,7 +492,7 @@ async def process_media(request: Request) -> Response:
                     Code.WRONG_STATE, f"It is {original.state}; it must be ready or failed."
                 )
             body = await _shown(here, connection, sender.tenant_id, media_id)
-            return Answer(202, json_text(body), _path(media_id))
+            return Answer(202, json_text(body), _path(media_id), media_id)
 
         answer = await idempotency.once(
             connection, key, keep_seconds=here.settings.idempotency_seconds, work=work

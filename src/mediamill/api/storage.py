@@ -13,7 +13,12 @@ from typing import Final
 from urllib.parse import quote
 
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import (
+    FileResponse,
+    MalformedRangeHeader,
+    RangeNotSatisfiable,
+    Response,
+)
 
 from mediamill import db, signing, storage, uploads, variants
 from mediamill.api.services import services
@@ -109,7 +114,26 @@ async def get_object(request: Request) -> Response:
     }
     if etag in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=headers)
+    _check_range(request, stat.st_size)
     return FileResponse(path, 200, headers, row["content_type"], stat_result=stat)
+
+
+def _check_range(request: Request, size: int) -> None:
+    """A Range that the object does not have is our problem document; a malformed one does not count
+    (RFC 9110 §14.2)."""
+    header = request.headers.get("range")
+    if header is None:
+        return
+    try:
+        FileResponse._parse_range_header(header, size)
+    except RangeNotSatisfiable:
+        raise Refused(
+            Code.RANGE_NOT_SATISFIABLE, headers={"Content-Range": f"bytes */{size}"}
+        ) from None
+    except MalformedRangeHeader:
+        request.scope["headers"] = [
+            (name, value) for name, value in request.scope["headers"] if name != b"range"
+        ]
 
 
 async def preflight(request: Request) -> Response:

@@ -8,7 +8,7 @@ ON CONFLICT (tenant_id, method, route, key) DO NOTHING
 RETURNING 1
 
 -- name: get
-SELECT fingerprint, status, body, location FROM idempotency
+SELECT fingerprint, status, body, location, about FROM idempotency
 WHERE tenant_id = $1 AND method = $2 AND route = $3 AND key = $4
 
 -- name: renew_expired
@@ -17,5 +17,5 @@ DELETE FROM idempotency
 WHERE tenant_id = $1 AND method = $2 AND route = $3 AND key = $4 AND expires_at < now()
 
 -- name: store
-UPDATE idempotency SET status = $5, body = $6, location = $7
+UPDATE idempotency SET status = $5, body = $6, location = $7, about = $8
 WHERE tenant_id = $1 AND method = $2 AND route = $3 AND key = $4

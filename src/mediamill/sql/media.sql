@@ -256,6 +256,10 @@ WITH gone AS (
 ), condemned AS (
     INSERT INTO erasures (tenant_id, media_id) SELECT tenant_id, id FROM gone
     ON CONFLICT DO NOTHING
+), forgotten AS (
+    UPDATE idempotency AS i SET body = NULL, location = NULL
+    FROM gone AS g
+    WHERE i.tenant_id = g.tenant_id AND i.about = g.id
 ), announced AS (
     INSERT INTO events (tenant_id, type, media_id, data)
     SELECT tenant_id, 'media.deleted', id, jsonb_build_object('reason', $3::text) FROM gone

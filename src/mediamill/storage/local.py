@@ -189,7 +189,7 @@ class LocalStorage:
         swept = 0
         for entry in os.scandir(self.root / _INCOMING):
             with suppress(FileNotFoundError):
-                if now - entry.stat().st_mtime > older_than_seconds:
+                if now - entry.stat().st_ctime > older_than_seconds:
                     os.unlink(entry.path)
                     swept += 1
         return swept

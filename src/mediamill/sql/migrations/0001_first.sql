@@ -259,8 +259,10 @@ CREATE TABLE idempotency (
     status      int,
     body        text,
     location    text,
+    about       uuid,                        -- what was made; its deletion empties the answer
     created_at  timestamptz NOT NULL DEFAULT now(),
     expires_at  timestamptz NOT NULL,
     PRIMARY KEY (tenant_id, method, route, key)
 );
+CREATE INDEX idempotency_about ON idempotency (tenant_id, about) WHERE about IS NOT NULL;
 CREATE INDEX idempotency_expiring ON idempotency (expires_at);
