@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import floor, harness, load
 from benchmarks.harness import Report, Stand, percentile, ratios, say, spread
+
 from mediamill import ids, media, tools, uploads
 
 HERE: Final = Path(__file__).resolve().parent
@@ -52,7 +53,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """Something that takes requests. `requests` is used up from round to round unless it repeats."""
+    """Something that takes requests: `repeats` again and again, or each of its own once."""
 
     name: str
     port: int
@@ -65,8 +66,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="cycles of each comparison")
     parser.add_argument("--seconds", type=float, default=3.0, help="length of a round")
-    parser.add_argument("--paced-rounds", type=int, default=5)
-    parser.add_argument("--paced-seconds", type=float, default=8.0)
+    parser.add_argument("--paced-rounds", type=int, default=6)
+    parser.add_argument("--paced-seconds", type=float, default=6.0)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     report = Report("accept")
@@ -82,9 +83,7 @@ def main() -> None:
         ):
             harness.wait_until(lambda: _listens(port), seconds=30)
             ours = Contender("complete", here.settings.port, api, 202)
-            base = Contender(
-                "floor", port, bare, 202, load.request("POST", floor.PATH, headers={})
-            )
+            base = Contender("floor", port, bare, 202, load.request("POST", floor.PATH))
             form = Contender("form", here.settings.port, api, 202, _form(here))
             capacity = _compare(here, report, [ours, base, form], options, chance)
             _busy(here, report, ours, capacity * CAPACITY_SHARE, options, chance)
@@ -103,7 +102,7 @@ def _compare(
     chance: random.Random,
 ) -> float:
     """(a) to (c): as fast as 32 connections go. Returns the median requests/s of `complete`."""
-    # The pools fill and statements are prepared, untimed; this also tells how many slots are needed.
+    # Pools fill and statements are prepared, untimed; it also tells how many slots are needed.
     for contender in contenders:
         _measure(here, contender, _prepared(here, contender, 1000), seconds=1.5)
     first = _measure(here, contenders[0], _prepared(here, contenders[0], 2000), seconds=1.5)
@@ -112,7 +111,7 @@ def _compare(
         _prepared(here, contenders[0], needed, name=f"complete-{n}") for n in range(options.rounds)
     ]
     asyncio.run(_settle(here))
-    say(f"\n{CONNECTIONS} connections, closed loop, {options.rounds} rounds of {options.seconds:g} s")
+    say(f"\n{CONNECTIONS} connections, closed loop, {options.rounds} × {options.seconds:g} s")
     found: dict[str, list[Round]] = defaultdict(list)
     for cycle in range(options.rounds):
         for contender in chance.sample(contenders, len(contenders)):
@@ -137,6 +136,9 @@ def _compare(
     ratio = ratios(rates["complete"], rates["floor"])
     report.figure("complete / floor, requests/s", ratio)
     report.figure("form / floor, requests/s", ratios(rates["form"], rates["floor"]))
+    used = {n: [r.server_cpu_ms + r.postgres_cpu_ms for r in rounds] for n, rounds in found.items()}
+    report.figure("complete / floor, CPU per request", ratios(used["complete"], used["floor"]))
+    report.figure("form / floor, CPU per request", ratios(used["form"], used["floor"]))
     report.aim("complete / floor, requests/s", ratio.median, least=0.5)
     return spread(rates["complete"]).median
 
@@ -192,7 +194,7 @@ def _busy(
     needed = int(rate * seconds) + 50
     say(
         f"\nopen loop at {rate:.0f}/s ({CAPACITY_SHARE:.0%} of the capacity above), "
-        f"{options.paced_rounds} rounds of {seconds:g} s"
+        f"{options.paced_rounds} × {seconds:g} s"
     )
     clip = _clip(here.work / "long.mp4")
     stock = [
@@ -271,7 +273,8 @@ class _Video:
         harness.wait_until(lambda: self._body()["state"] == "failed", seconds=60)
 
     def _body(self) -> dict[str, Any]:
-        return _ask(self._here, "GET", f"/v1/media/{self._id}")
+        body: dict[str, Any] = _ask(self._here, "GET", f"/v1/media/{self._id}")
+        return body
 
 
 def _clip(path: Path) -> Path:

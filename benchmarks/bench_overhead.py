@@ -14,7 +14,6 @@ import json
 import os
 import random
 import resource
-import shutil
 import socket
 import subprocess
 import sys
@@ -32,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import harness
 from benchmarks.harness import Report, Spread, Stand, ratios, say, spread
+
 from mediamill import handlers, ids, recipes, tools
 from mediamill.config import Settings
 from mediamill.failures import Failure
@@ -238,7 +238,7 @@ async def _tool_seconds(here: Stand, job: str) -> float:
 async def _quiet(here: Stand) -> bool:
     async with harness.database(here.dsn) as connection:
         waiting = "SELECT count(*) FROM jobs WHERE state IN ('queued', 'processing')"
-        return await connection.fetchval(waiting) == 0
+        return bool(await connection.fetchval(waiting) == 0)
 
 
 class _Connection:

@@ -1,4 +1,4 @@
-"""What the benchmarks share: a platform of their own to measure, what processes used, and the report.
+"""What the benchmarks share: a platform of their own, what processes used, and the report.
 
 Everything runs on loopback, on free ports, over a data folder that is removed at the end. Services
 die with the benchmark.
@@ -143,10 +143,11 @@ def await_answer(url: str, pid: int) -> None:
     def answers() -> bool:
         if not Path(f"/proc/{pid}").exists() or _stat(pid)[0] == b"Z":
             raise RuntimeError(f"the process that should answer at {url} has ended")
-        with suppress(urllib.error.URLError, OSError):
+        try:
             with urllib.request.urlopen(url, timeout=2) as answer:
                 return bool(answer.status == 200)
-        return False
+        except (urllib.error.URLError, OSError):
+            return False
 
     wait_until(answers, seconds=_READY_SECONDS)
 
@@ -180,9 +181,7 @@ def free_port() -> int:
 
 def cpu_seconds(root: int) -> float:
     """Processor time of a process, its living descendants, and the children that they reaped."""
-    return sum(
-        sum(int(ticks) for ticks in _stat(pid)[11:15]) / _TICKS for pid in descendants(root)
-    )
+    return sum(sum(int(ticks) for ticks in _stat(pid)[11:15]) / _TICKS for pid in descendants(root))
 
 
 def descendants(root: int) -> list[int]:
@@ -260,8 +259,9 @@ class Report:
         self.figures[name] = value.as_dict() if isinstance(value, Spread) else value
         say(f"  {name:44} {value if not isinstance(value, float) else f'{value:.3g}'} {unit}")
 
-    def aim(self, name: str, got: float, *, least: float | None = None, most: float | None = None
-            ) -> None:
+    def aim(
+        self, name: str, got: float, *, least: float | None = None, most: float | None = None
+    ) -> None:
         met = (least is None or got >= least) and (most is None or got <= most)
         wanted = f">= {least:g}" if least is not None else f"<= {most:g}"
         self.aims[name] = {"aim": wanted, "got": _rounded(got), "met": met}

@@ -1,7 +1,7 @@
-"""A load generator as cheap as Python allows, run as a process of its own: `load.py HOST PORT …`.
+"""A load generator as cheap as Python allows, run as a process of its own.
 
-It speaks HTTP/1.1 over kept-alive connections and reads no more of an answer than its status and its
-length. The requests are made before the clock starts. It prints one JSON object.
+It speaks HTTP/1.1 over kept-alive connections and reads no more of an answer than its status and
+its length. The requests are made before the clock starts. It prints one JSON object.
 """
 
 from __future__ import annotations
