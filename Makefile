@@ -6,7 +6,7 @@ RUN    := $(VENV)/.installed-run
 DEV    := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-once test test-ui test-extra check fix docs lock run bench-accept bench-overhead bench clean
+.PHONY: help demo demo-once test test-faults test-ui test-extra check fix docs lock run bench-accept bench-overhead bench-queue bench soak clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
@@ -37,6 +37,9 @@ run: $(RUN)  ## start the platform for development
 test: $(DEV)  ## the test suite (needs nothing but this)
 	$(BIN)/python -m pytest -n 2 -m "not browser and not extra and not soak"
 
+test-faults: $(DEV)  ## the fault campaign: kills, freezes, cuts and restarts at every step
+	$(BIN)/python -m pytest -n 2 -m soak
+
 test-ui: $(DEV)  ## tests in a real browser
 	$(BIN)/python -m pytest -m browser || [ $$? -eq 5 ]
 
@@ -48,7 +51,7 @@ check: $(DEV)  ## format, lint, types, import order, spelling
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/codespell src tests docs benchmarks README.md CONTRIBUTING.md SECURITY.md CHANGELOG.md
+	$(BIN)/codespell src tests docs benchmarks examples deploy changelog.d README.md CONTRIBUTING.md SECURITY.md CHANGELOG.md
 
 fix: $(DEV)  ## format and repair what can be repaired
 	$(BIN)/ruff format .
@@ -63,7 +66,13 @@ bench-accept: $(DEV)  ## accepting a job, against a bare durable INSERT
 bench-overhead: $(DEV)  ## one photograph and one clip, against the bare tools
 	$(BIN)/python benchmarks/bench_overhead.py
 
-bench: bench-accept bench-overhead  ## all benchmarks
+bench-queue: $(DEV)  ## no-op jobs through the engine, against the bare engine library and others
+	$(BIN)/python benchmarks/bench_queue.py
+
+bench: bench-accept bench-overhead bench-queue  ## all benchmarks
+
+soak: $(DEV)  ## random faults for SECONDS (default 600), then an independent check; prints its seed
+	$(BIN)/python benchmarks/soak.py
 
 lock: $(DEV)  ## pin every requirement again, with hashes and without addresses
 	$(BIN)/uv pip compile -q --universal --python-version 3.11 pyproject.toml --extra embedded --extra tools --generate-hashes --no-emit-index-url --no-header -o requirements/run.txt

@@ -512,8 +512,11 @@ def _claim(subject: Subject, role: str) -> Claim:
         resource_failures=0,
         fence=1,
         priority=0,
+        turn=0,
         queued_at=now,
         started_at=now,
+        parent_id=None,
+        timeout_seconds=None,
     )
 
 

@@ -130,6 +130,9 @@ async def accepted(
     return slot.id, born
 
 
+KINDS = [(kind, 1) for kind in ("image", "video", "audio", "preview")]
+
+
 async def claim(
     connection: db.Connection,
     tenant: str,
@@ -140,7 +143,9 @@ async def claim(
 ) -> Claim:
     """Claim a job past its ticket."""
     ticket = Ticket(birth.queue, tenant, birth.id)
-    found = await jobs.claim(connection, [ticket], worker=worker, lease_seconds=lease_seconds)
+    found = await jobs.claim(
+        connection, [ticket], worker=worker, lease_seconds=lease_seconds, kinds=KINDS
+    )
     assert len(found) == 1, "the job is not claimable"
     return found[0]
 

@@ -20,6 +20,7 @@ from mediamill.queue import Ticket
 
 pytestmark = pytest.mark.anyio
 KEEP = rows.KEEP_SECONDS
+KINDS = rows.KINDS
 PROBLEM = Problem(Code.STORAGE_UNAVAILABLE)
 
 
@@ -160,7 +161,9 @@ async def test_of_ten_claims_at_once_one_gets_the_job(dsn: str, desk: Desk) -> N
     async def claim(number: int) -> list[Claim]:
         async with rows.connected(dsn) as own:
             ticket = Ticket("image", desk.tenant, desk.birth.id)
-            return await jobs.claim(own, [ticket], worker=f"w{number}", lease_seconds=60)
+            return await jobs.claim(
+                own, [ticket], worker=f"w{number}", lease_seconds=60, kinds=KINDS
+            )
 
     found = await asyncio.gather(*(claim(n) for n in range(10)))
     assert sum(len(claims) for claims in found) == 1
@@ -172,7 +175,11 @@ async def test_of_ten_claims_at_once_one_gets_the_job(dsn: str, desk: Desk) -> N
 async def test_only_what_is_due_queued_and_of_the_tickets_queue_is_claimed(desk: Desk) -> None:
     async def claim(queue: str, tenant: str, job_id: UUID) -> list[Claim]:
         return await jobs.claim(
-            desk.connection, [Ticket(queue, tenant, job_id)], worker="w", lease_seconds=60
+            desk.connection,
+            [Ticket(queue, tenant, job_id)],
+            worker="w",
+            lease_seconds=60,
+            kinds=KINDS,
         )
 
     assert await claim("video", desk.tenant, desk.birth.id) == []
@@ -185,12 +192,14 @@ async def test_only_what_is_due_queued_and_of_the_tickets_queue_is_claimed(desk:
     await desk.connection.execute("UPDATE jobs SET run_at = now() WHERE id = $1", desk.birth.id)
     assert len(await claim("image", desk.tenant, desk.birth.id)) == 1
     assert await claim("image", desk.tenant, desk.birth.id) == []
-    assert await jobs.claim(desk.connection, [], worker="w", lease_seconds=60) == []
+    assert await jobs.claim(desk.connection, [], worker="w", lease_seconds=60, kinds=KINDS) == []
 
 
 async def test_the_same_ticket_twice_in_one_claim_is_one_attempt(desk: Desk) -> None:
     ticket = Ticket("image", desk.tenant, desk.birth.id)
-    found = await jobs.claim(desk.connection, [ticket, ticket], worker="w", lease_seconds=60)
+    found = await jobs.claim(
+        desk.connection, [ticket, ticket], worker="w", lease_seconds=60, kinds=KINDS
+    )
     assert len(found) == 1
     assert await desk.job("attempt") == 1
 
@@ -256,7 +265,10 @@ async def test_renew_returns_what_is_still_held_and_who_asked_for_an_end(
     await jobs.complete(connection, ended, {}, retention_seconds=KEEP)
     await jobs.requeue(connection, requeued, reason="x", outcome="lost")
     found = await jobs.renew(connection, held, lease_seconds=90)
-    assert found == {kept.key: False, asked.key: True}
+    assert {key: r.cancel_requested for key, r in found.items()} == {
+        kept.key: False,
+        asked.key: True,
+    }
     left = await connection.fetchval(
         "SELECT min(lease_until - now()) > interval '80 s' FROM jobs"
         " WHERE tenant_id = $1 AND state = 'processing'",
@@ -385,7 +397,11 @@ async def test_a_rerouted_job_is_another_queues(desk: Desk) -> None:
     with pytest.raises(AssertionError, match="not claimable"):
         await desk.claim()
     found = await jobs.claim(
-        desk.connection, [Ticket("video", desk.tenant, held.id)], worker="w", lease_seconds=60
+        desk.connection,
+        [Ticket("video", desk.tenant, held.id)],
+        worker="w",
+        lease_seconds=60,
+        kinds=KINDS,
     )
     assert [(c.queue, c.kind, c.attempt) for c in found] == [("video", "video", 1)]
 
@@ -436,7 +452,7 @@ async def test_a_cancel_and_a_claim_at_once_end_in_one_of_two_ways(
         async def claim(birth: Birth = birth) -> list[Claim]:
             async with rows.connected(dsn) as own:
                 ticket = Ticket("image", tenant, birth.id)
-                return await jobs.claim(own, [ticket], worker="w", lease_seconds=60)
+                return await jobs.claim(own, [ticket], worker="w", lease_seconds=60, kinds=KINDS)
 
         claims, canceled = await asyncio.gather(
             claim(), jobs.cancel(connection, tenant, birth.id, retention_seconds=KEEP)
@@ -612,5 +628,5 @@ async def test_positions_follow_priority_and_then_age(
     found = [await jobs.position(connection, tenant, birth.id) for birth in births]
     assert found == [1, 0, 2]
     ticket = Ticket("webhook", tenant, births[1].id)
-    await jobs.claim(connection, [ticket], worker="w", lease_seconds=60)
+    await jobs.claim(connection, [ticket], worker="w", lease_seconds=60, kinds=KINDS)
     assert await jobs.position(connection, tenant, births[2].id) == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -148,7 +147,8 @@ async def test_a_living_lease_is_left_alone(mill: Mill) -> None:
     held = await mill.claim(birth, lease_seconds=30)
     assert await mill.do("rescue") == 0
     async with db.acquire(mill.pool) as connection:
-        assert await jobs.renew(connection, [held], lease_seconds=30) == {held.key: False}
+        renewed = await jobs.renew(connection, [held], lease_seconds=30)
+        assert renewed[held.key].cancel_requested is False
 
 
 async def test_the_third_death_buries_the_job(mill: Mill) -> None:
@@ -216,7 +216,8 @@ async def test_a_late_beat_against_the_sweep_has_one_winner(mill: Mill) -> None:
 
     async def beat() -> bool:
         async with db.acquire(mill.pool) as connection:
-            return held.key in await jobs.renew(connection, [held], lease_seconds=30)
+            found = await jobs.renew(connection, [held], lease_seconds=30)
+            return held.key in found and found[held.key].renewed
 
     renewed, rescued = await asyncio.gather(beat(), mill.do("rescue"))
     assert renewed == (rescued == 0)
@@ -363,7 +364,8 @@ async def test_erasing_waits_for_the_worker_that_still_runs(mill: Mill) -> None:
         await uploads.delete(connection, mill.settings, mill.tenant, media_id, reason="requested")
     assert await mill.do("erase") == 0
     async with db.acquire(mill.pool) as connection:
-        assert await jobs.renew(connection, [held], lease_seconds=60) == {held.key: True}
+        renewed = await jobs.renew(connection, [held], lease_seconds=60)
+        assert renewed[held.key].cancel_requested is True
         await jobs.settle_canceled(connection, held, retention_seconds=60)
     assert await mill.do("erase") == 1
     assert mill.files() == []
@@ -522,14 +524,27 @@ async def test_what_crashed_uploads_left_is_swept_after_a_day(mill: Mill) -> Non
     receivers = [await mill.store.receive(f"uploads/t/{n}") for n in range(2)]
     for receiver in receivers:
         await receiver.write(b"x")
-    old = sorted((mill.store.root / ".incoming").iterdir())[0]
-    past = time.time() - 25 * 3600
-    os.utime(old, (past, past))
-    assert await mill.do("sweep_staging") == 1
-    assert not old.exists()
-    assert len(list((mill.store.root / ".incoming").iterdir())) == 1
+    now = time.time()
+    assert mill.store.sweep_incoming(older_than_seconds=24 * 3600, now=now) == 0
+    assert len(list((mill.store.root / ".incoming").iterdir())) == 2
+    assert mill.store.sweep_incoming(older_than_seconds=24 * 3600, now=now + 25 * 3600) == 2
     for receiver in receivers:
         receiver.abort()
+
+
+async def test_uploaded_bytes_that_no_media_wants_are_swept(mill: Mill) -> None:
+    """The API died between the bytes and their row, or they came after a deletion."""
+    accepted, _ = await mill.accepted()
+    deleted, _ = await mill.accepted()
+    async with db.transaction(mill.pool) as connection:
+        await uploads.delete(connection, mill.settings, mill.tenant, deleted, reason="test")
+    nobody = ids.new()
+    for media_id in (accepted, deleted, nobody):
+        await mill.put(f"{uploads.prefix(mill.tenant, media_id)}/x/original")
+    async with db.acquire(mill.pool) as connection:
+        assert await mill.duties.sweep_uploads(connection) == 0, "they are too young to tell"
+        assert await mill.duties.sweep_uploads(connection, older_than_seconds=-60) == 2
+    assert mill.files() == [f"{uploads.prefix(mill.tenant, accepted)}/x/original"]
 
 
 # --- forget

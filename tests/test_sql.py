@@ -84,5 +84,12 @@ async def test_every_table_of_a_tenant_is_keyed_by_it(database: str) -> None:
     )
     await connection.close()
     without = {row["name"] for row in rows if "tenant_id" not in row["key"]}
-    installation_wide = {"instance", "secrets", "workers", "schema_migrations"}
+    installation_wide = {
+        "instance",
+        "secrets",
+        "workers",
+        "queues",
+        "kinds",
+        "schema_migrations",
+    }
     assert {n for n in without if not n.startswith("mediamill_ticket")} == installation_wide

@@ -4,23 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+import asyncpg
 import structlog
 
-from mediamill import db, handlers, jobs, media, recipes, retry, sandbox, variants
+from mediamill import (
+    db,
+    failpoints,
+    handlers,
+    jobs,
+    media,
+    mill,
+    recipes,
+    retry,
+    sandbox,
+    variants,
+)
 from mediamill.config import Settings
+from mediamill.controls import Kind
 from mediamill.failures import Code, Failure, LeaseLost, Problem, Verdict
-from mediamill.handlers import Done, Outcome, Reroute
+from mediamill.handlers import Done, Outcome, Reroute, Wait
 from mediamill.image_pool import ImagePool
 from mediamill.jobs import Claim
 from mediamill.lease import Leases, Stop
 from mediamill.media import Description, Original
+from mediamill.mill import Mill
 from mediamill.recipes import Recipe
 from mediamill.sandbox import Jail, Sandbox
 from mediamill.storage import Storage
@@ -34,6 +50,7 @@ RELEASED: Final = "released"
 _OUTAGE_SECONDS: Final = 20.0  # a longer one ends the attempt through its lease
 _LOG_TAIL: Final = 8192
 _PROGRESS_SECONDS: Final = 1.0
+_COMPLETIONS: Final = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +66,17 @@ class Means:
     images: ImagePool
     leases: Leases
     handlers: Mapping[str, handlers.Handler]
+    mill: Mill
+
+    @property
+    def offer(self) -> list[Kind]:
+        """The application's kinds, for the API to accept."""
+        return [known.kind for known in self.mill.kinds.values()]
+
+    @property
+    def kinds(self) -> list[tuple[str, int]]:
+        """The kinds and payload versions that this worker knows."""
+        return [*((kind, 1) for kind in self.handlers), *self.mill.kinds]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +99,67 @@ def owner(claim: Claim) -> str:
     return f"{claim.id}.{claim.fence}"
 
 
+class Completions:
+    """Settles the plainest of ends, a result and nothing else, many in one statement.
+
+    None waits for company: what ends while a statement is under way goes with the next one.
+    """
+
+    def __init__(self, pool: db.Pool, *, retention_seconds: float) -> None:
+        self._pool = pool
+        self._retention_seconds = retention_seconds
+        self._waiting: list[tuple[jobs.Completion, asyncio.Future[bool]]] = []
+        self._sending: asyncio.Task[None] | None = None
+
+    async def settle(self, ended: jobs.Completion) -> None:
+        """Returns when it is committed. Raises LeaseLost, Unavailable, or what the statement met,
+        which another job in it may have caused."""
+        held: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._waiting.append((ended, held))
+        if self._sending is None or self._sending.done():
+            self._sending = asyncio.create_task(self._send())
+        if not await held:
+            raise LeaseLost
+
+    async def _send(self) -> None:
+        while self._waiting:
+            batch, self._waiting = self._waiting[:_COMPLETIONS], self._waiting[_COMPLETIONS:]
+            try:
+                async with db.acquire(self._pool) as connection:
+                    kept = await jobs.complete_many(
+                        connection,
+                        [ended for ended, _ in batch],
+                        retention_seconds=self._retention_seconds,
+                    )
+            except Exception as error:
+                for _, held in batch:
+                    if not held.done():
+                        held.set_exception(error)
+            else:
+                for ended, held in batch:
+                    if not held.done():
+                        held.set_result(ended.held.key in kept)
+
+
 class Attempt:
     """The `Work` of one claim. `run` never raises; whatever happens is settled or left to the
     lease."""
 
-    def __init__(self, means: Means, claim: Claim, scratch: Path) -> None:
+    def __init__(self, means: Means, claim: Claim, scratch: Path, completions: Completions) -> None:
         self._means = means
         self._scratch = scratch
+        self._completions = completions
+        self._left_files = False
         self._stopped: Stop | str | None = None
         self._task: asyncio.Task[Outcome | LaidOut] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
         self._stage = ""
         self._percent = 0.0
         self._written_at = 0.0
         self._writing: asyncio.Task[None] | None = None
         self._fetched: Path | None = None
+        self._laid_out: tuple[str, str] | None = None
         self._original: Original | None = None
         self._recipe: Recipe | None = None
         self._commands: list[dict[str, Any]] = []
@@ -109,6 +184,8 @@ class Attempt:
         try:
             outcome = await self._work()
             await self._settle(outcome)
+            self._laid_out = None
+            failpoints.hit("attempt.settled")
             self.log.info(
                 "attempt_ended",
                 outcome=outcome if isinstance(outcome, str) else type(outcome).__name__,
@@ -146,14 +223,14 @@ class Attempt:
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 return self._stopped or Failure(Code.SCRATCH_FULL)
             self.log.exception("handler_failed")
+            self._log.append(traceback.format_exc())
             return self._stopped or Failure(Code.INTERNAL)
 
     async def _handle(self) -> Outcome | LaidOut:
         handler = self._means.handlers.get(self.claim.kind)
         if handler is None:
-            raise Failure(
-                Code.CAPABILITY_MISSING, f"No worker here does jobs of kind {self.claim.kind!r}."
-            )
+            return await self._call_application()
+        self._left_files = True
         await asyncio.to_thread(self.out.mkdir, parents=True)
         if self.claim.media_id is not None:
             await self._load()
@@ -161,6 +238,41 @@ class Attempt:
         if isinstance(outcome, Done) and outcome.outputs:
             return await self._publish(outcome)
         return outcome
+
+    async def _call_application(self) -> Outcome:
+        """Run a function of the application's; what it returned is the job's result."""
+        known = self._means.mill.kinds[self.claim.kind, self.claim.schema_version]
+        rows: list[db.Row] = []
+        if self.claim.fence > 1:  # at its first claim a job has no children yet
+            rows = await self._outlast(
+                lambda pool: jobs.children_of(pool, self.claim.tenant_id, self.claim.id)
+            )
+        done = bool(rows) and all(row["state"] == "completed" for row in rows)
+        returned = await mill.run(known, self, rows if done else None)
+        if isinstance(returned, mill.Wait) and not returned.children and not done:
+            done = True  # no row would say later that it has waited
+            returned = await mill.run(known, self, [])
+        if not isinstance(returned, mill.Wait):
+            return Done(result={"value": returned})
+        if done:
+            raise Failure(Code.INTERNAL, "It waited for its children a second time.")
+        children = tuple(self._child(n, child) for n, child in enumerate(returned.children))
+        if len({child.child_key for child in children}) < len(children):
+            raise Failure(Code.INVALID_REQUEST, "Two of its children have the same key.")
+        return Wait(children)
+
+    def _child(self, number: int, child: mill.Child) -> jobs.NewJob:
+        try:
+            known = self._means.mill.find(child.kind, child.version)
+            return mill.new_job(
+                known.kind,
+                mill.dump(known, child.payload),
+                priority=self.claim.priority if child.priority is None else child.priority,
+                child=child,
+                child_key=child.key or str(number),
+            )
+        except ValueError as error:
+            raise Failure(Code.INVALID_REQUEST, str(error)) from None
 
     async def _load(self) -> None:
         assert self.claim.media_id is not None
@@ -192,6 +304,14 @@ class Attempt:
         return self._recipe
 
     @property
+    def pool(self) -> db.Pool:
+        return self._means.pool
+
+    def stopping(self) -> bool:
+        """Whether somebody wants this attempt to end."""
+        return self._stopped is not None
+
+    @property
     def settings(self) -> Settings:
         return self._means.settings
 
@@ -204,6 +324,9 @@ class Attempt:
         await self._outlast(lambda pool: jobs.enter_stage(pool, self.claim, stage))
 
     def progress(self, percent: float) -> None:
+        if threading.get_ident() != self._thread:
+            self._loop.call_soon_threadsafe(self.progress, percent)
+            return
         self._percent = max(self._percent, min(percent, 100.0))
         now = time.monotonic()
         idle = self._writing is None or self._writing.done()
@@ -236,10 +359,12 @@ class Attempt:
             if original.sha256 is None and self.claim.role == "main":
                 await self.describe(Description(sha256=digest))
             self._fetched = path
+            failpoints.hit("attempt.fetched")
         return self._fetched
 
     async def describe(self, found: Description) -> None:
         await self._outlast(lambda pool: media.describe(pool, self.claim, found))
+        failpoints.hit("attempt.described")
 
     async def show_preview(self, preview: Mapping[str, Any], found: Description) -> None:
         await self._outlast(lambda pool: media.show_preview(pool, self.claim, dict(preview), found))
@@ -263,6 +388,7 @@ class Attempt:
             stall_seconds=stall_seconds,
         )
         self._remember(command, finished)
+        failpoints.hit("attempt.tool")
         return finished
 
     def _remember(self, command: Command, finished: Finished) -> None:
@@ -315,18 +441,34 @@ class Attempt:
         prefix = variants.set_prefix(
             claim.tenant_id, claim.media_id, claim.recipe, claim.recipe_version, set_id
         )
-        await variants.stage(self._means.storage, claim, items)
+        await _to_the_end(variants.stage(self._means.storage, claim, items))
+        failpoints.hit("attempt.staged")
         await self._outlast(lambda pool: variants.reserve(pool, claim, set_id))
-        await variants.lay_out(self._means.storage, claim, prefix, items)
+        failpoints.hit("attempt.reserved")
+        self._laid_out = set_id, prefix
+        await _to_the_end(variants.lay_out(self._means.storage, claim, prefix, items))
+        failpoints.hit("attempt.laid_out")
         return LaidOut(done, set_id, prefix, items)
 
     async def _settle(self, outcome: Ending) -> None:
         if self._writing is not None:
+            if outcome in (Stop.LOST, Stop.UNRENEWED):
+                self._writing.cancel()  # not awaited: its connection may hang
+                raise LeaseLost
             with suppress(asyncio.CancelledError, Exception):
                 await self._writing
         match outcome:
             case Stop.LOST | Stop.UNRENEWED:
                 raise LeaseLost
+            case Done() if self.claim.media_id is None and self.claim.parent_id is None:
+                ended = jobs.Completion(self.claim, dict(outcome.result), self._record())
+                try:
+                    await db.outlast(
+                        lambda: self._completions.settle(ended), seconds=_OUTAGE_SECONDS
+                    )
+                except (LeaseLost, asyncpg.PostgresError):
+                    # Perhaps because of another job, or of somebody's lock: alone, then.
+                    await db.outlast(lambda: self._commit(outcome), seconds=_OUTAGE_SECONDS)
             case _:
                 await db.outlast(lambda: self._commit(outcome), seconds=_OUTAGE_SECONDS)
 
@@ -336,6 +478,10 @@ class Attempt:
         settings, claim = self._means.settings, self.claim
         keep = settings.job_retention_seconds
         async with db.transaction(self._means.pool) as connection:
+            if not isinstance(outcome, LaidOut | Done) and await jobs.cancel_requested(
+                connection, claim
+            ):
+                outcome = Stop.CANCELED
             match outcome:
                 case LaidOut():
                     await jobs.complete(
@@ -362,6 +508,8 @@ class Attempt:
                         retention_seconds=keep,
                         record=self._record(),
                     )
+                case Wait():
+                    await jobs.wait(connection, claim, outcome.children, record=self._record())
                 case Reroute():
                     await jobs.requeue(
                         connection,
@@ -407,11 +555,23 @@ class Attempt:
     async def _clean_up(self) -> None:
         self._means.groups.kill(owner(self.claim))
         self._means.groups.forget(owner(self.claim))
+        if not self._left_files:
+            return
         await asyncio.to_thread(sandbox.clear, self._scratch)
         try:
             await self._means.storage.delete(variants.stage_prefix(self.claim))
         except Failure:
             self.log.warning("staging_left")  # the sweep finds it
+        if self._laid_out is not None:
+            await self._withdraw(*self._laid_out)
+
+    async def _withdraw(self, set_id: str, prefix: str) -> None:
+        """What was laid out and not published belongs to a reserved set, or goes."""
+        try:
+            async with db.transaction(self._means.pool) as connection:
+                await variants.withdraw(connection, self._means.storage, self.claim, set_id, prefix)
+        except (db.Unavailable, asyncpg.PostgresError, Failure):
+            self.log.warning("set_left", set=set_id)
 
     async def _outlast(self, work: Callable[[db.Connection], Any]) -> Any:
         """Run a short statement on the pool, through an outage that our lease can survive."""
@@ -421,6 +581,21 @@ class Attempt:
                 return await work(connection)
 
         return await db.outlast(once, seconds=_OUTAGE_SECONDS)
+
+
+async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` to its end even if this task is canceled: its threads cannot be stopped, and what
+    cleans up after them must come later."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        while not task.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()  # taken note of: the cancellation is what the caller hears
+        raise
 
 
 async def settle_failure(

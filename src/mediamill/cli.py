@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -42,15 +43,17 @@ def _settings(**flags: Any) -> Settings:
 
 def _serve(service: str, settings: Settings, run: Callable[[], Coroutine[Any, Any, Any]]) -> None:
     """Run one process of the platform; a start that cannot work ends with a sentence."""
-    from mediamill import db, observability, storage
+    from mediamill import db, failpoints, observability, storage
     from mediamill.failures import Failure
-    from mediamill.processes import SandboxTooWeak
+    from mediamill.processes import NoApplication, SandboxTooWeak
 
     observability.configure_logs(service, level=settings.log_level)
+    failpoints.arm(os.environ.get("MEDIAMILL_FAILPOINT"))
     known = (
         db.MigrationError,
         db.Unavailable,
         storage.StorageRefused,
+        NoApplication,
         SandboxTooWeak,
         Failure,
         OSError,
@@ -108,12 +111,13 @@ def api(**flags: Any) -> None:
 
 @main.command()
 @click.option("--slots", help="Slots per queue, such as image=4,video=1.")
-def worker(**flags: Any) -> None:
+@click.option("--app", help="The application's jobs, such as shop.jobs:mill.")
+def worker(app: str | None, **flags: Any) -> None:
     """Work on jobs; SIGTERM finishes or hands back what runs."""
     from mediamill import processes
 
     settings = _settings(**flags)
-    _serve("worker", settings, lambda: processes.serve_worker(settings))
+    _serve("worker", settings, lambda: processes.serve_worker(settings, app))
 
 
 @main.command()

@@ -13,7 +13,7 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
@@ -37,7 +37,8 @@ _LOST: Final = (
     asyncpg.AdminShutdownError,
     asyncpg.CrashShutdownError,
     asyncpg.CannotConnectNowError,
-    asyncpg.TooManyConnectionsError,
+    asyncpg.InsufficientResourcesError,  # too many connections, no disk or memory left
+    asyncpg.IdleInTransactionSessionTimeoutError,
 )
 _RELEASE_SECONDS: Final = 3.0
 
@@ -50,7 +51,10 @@ class Unavailable(Exception):
 
 
 _MIGRATION_LOCK: Final = 0x6D65_6469_616D  # "mediam"
-SCHEMA_VERSION: Final = 1
+_LOCK_MILLISECONDS: Final = 1000  # far below the time after which a worker gives its jobs up
+_PAUSE_SECONDS: Final = 2.0
+_PATIENCE_SECONDS: Final = 120.0
+SCHEMA_VERSION: Final = 2
 """The newest migration this code knows; processes refuse an older database."""
 
 
@@ -88,22 +92,29 @@ async def connect(dsn: str, *, application: str = "mediamill") -> Connection:
     """One connection with our JSON codec and settings. Raises Unavailable."""
     with _translated(OSError):
         connection = await asyncpg.connect(dsn, server_settings=_server_settings(application))
-        await _prepare(connection)
+        await prepare(connection)
     return connection
 
 
-async def open_pool(dsn: str, *, size: int, application: str = "mediamill") -> Pool:
+async def open_pool(
+    dsn: str, *, size: int, application: str = "mediamill", idle_seconds: float = 0.0
+) -> Pool:
     """A pool of at most `size` connections; the first one is opened now, so that errors show
-    here."""
+    here.
+
+    The server ends a transaction that says nothing for `idle_seconds` (0: never), so that a process
+    which is frozen or cut off in the middle of one does not keep its locks from the others.
+    """
     with _translated(OSError):
         pool = await asyncpg.create_pool(
             dsn,
             min_size=1,
             max_size=size,
-            init=_prepare,
+            init=prepare,
             command_timeout=60,
             max_inactive_connection_lifetime=300,
-            server_settings=_server_settings(application),
+            server_settings=_server_settings(application)
+            | {"idle_in_transaction_session_timeout": f"{idle_seconds * 1000:.0f}"},
         )
     assert pool is not None
     return pool
@@ -128,6 +139,13 @@ async def transaction(pool: Pool) -> AsyncIterator[Connection]:
     """A connection of the pool inside one transaction. Raises Unavailable."""
     async with acquire(pool) as connection, connection.transaction():
         yield connection
+
+
+async def may_idle(connection: Connection, seconds: float) -> None:
+    """This transaction may say nothing for that long: it talks to somebody else in between."""
+    await connection.execute(
+        f"SET LOCAL idle_in_transaction_session_timeout = {seconds * 1000:.0f}"
+    )
 
 
 @contextmanager
@@ -163,7 +181,8 @@ def _server_settings(application: str) -> dict[str, str]:
     return {"application_name": application, "jit": "off", "timezone": "UTC"}
 
 
-async def _prepare(connection: Any) -> None:
+async def prepare(connection: Any) -> None:
+    """Teach a connection the JSON codec that our statements speak."""
     for name in ("json", "jsonb"):
         await connection.set_type_codec(
             name, encoder=_to_json, decoder=json.loads, schema="pg_catalog"
@@ -210,7 +229,7 @@ async def migrate(
     try:
         # A session lock: `CREATE INDEX CONCURRENTLY` steps cannot share one transaction.
         await connection.execute("SELECT pg_advisory_lock($1)", _MIGRATION_LOCK)
-        await connection.execute("SET lock_timeout = '5s'")
+        await connection.execute(f"SET lock_timeout = '{_LOCK_MILLISECONDS}ms'")
         await connection.execute(
             "CREATE TABLE IF NOT EXISTS schema_migrations (version int PRIMARY KEY,"
             " name text NOT NULL, digest text NOT NULL,"
@@ -218,12 +237,28 @@ async def migrate(
         )
         applied = await _pending(connection)
         for step in applied:
-            await _apply(connection, step)
+            await _patiently(partial(_apply, connection, step))
         if finish is not None:
-            await finish(connection)
+            await _patiently(partial(finish, connection))
         return applied
     finally:
         await connection.close()
+
+
+async def _patiently(work: Callable[[], Awaitable[None]]) -> None:
+    """Do it again later if it did not get its lock at once: while it waits, everybody else waits
+    behind it, the beats of the workers too."""
+    deadline = asyncio.get_running_loop().time() + _PATIENCE_SECONDS
+    while True:
+        try:
+            return await work()
+        except asyncpg.LockNotAvailableError:
+            if asyncio.get_running_loop().time() >= deadline:
+                raise MigrationError(
+                    f"A table was in use for {_PATIENCE_SECONDS:g} s. End the long transactions "
+                    "(pg_stat_activity shows them), then run `mediamill migrate` again."
+                ) from None
+            await asyncio.sleep(_PAUSE_SECONDS)
 
 
 async def check_schema(connection: Connection) -> None:
@@ -258,9 +293,13 @@ async def _apply(connection: Connection, step: Migration) -> None:
             await connection.execute(step.sql)
             await connection.execute(record, step.version, step.name, step.digest)
     else:
+        # An index that is built concurrently waits for old transactions and keeps nobody waiting;
+        # one that gave up in between would stay behind, invalid.
+        await connection.execute("SET lock_timeout = 0")
         for statement in filter(None, (part.strip() for part in step.sql.split(";\n"))):
             await connection.execute(statement)
         await connection.execute(record, step.version, step.name, step.digest)
+        await connection.execute(f"SET lock_timeout = '{_LOCK_MILLISECONDS}ms'")
 
 
 async def wait_until_up(dsn: str, *, seconds: float) -> None:

@@ -48,3 +48,8 @@ def decode(prefix: str, text: str) -> UUID | None:
             return None
         number = number << 5 | value
     return UUID(int=number) if number < _MOST else None
+
+
+def born(value: UUID) -> float:
+    """When a UUIDv7 was made, in Unix seconds (RFC 9562 §5.7)."""
+    return (value.int >> 80) / 1000

@@ -88,6 +88,21 @@ async def slots(connection: db.Connection) -> dict[str, int]:
     return {row["queue"]: row["slots"] for row in await connection.fetch(_SQL.slots)}
 
 
+async def drain_requested(connection: db.Connection, worker: str) -> bool:
+    """Whether an operator asked this worker to finish and leave."""
+    return bool(await connection.fetchval(_SQL.drain_requested, worker))
+
+
+async def request_drain(connection: db.Connection, worker: str) -> bool:
+    """Ask a worker to finish what it runs and leave; False if there is none of this name."""
+    return bool(await connection.fetchval(_SQL.request_drain, worker))
+
+
+async def workers(connection: db.Connection) -> list[db.Row]:
+    """The workers that were seen lately."""
+    return await connection.fetch(_SQL.workers)
+
+
 async def worker_pids(connection: db.Connection) -> set[int]:
     """Process ids of the live workers of this host."""
     rows = await connection.fetch(_SQL.worker_pids, socket.gethostname())

@@ -43,8 +43,11 @@ class Claim:
     resource_failures: int
     fence: int
     priority: int
+    turn: int
     queued_at: datetime
     started_at: datetime
+    parent_id: UUID | None
+    timeout_seconds: float | None
 
     @property
     def key(self) -> tuple[UUID, int]:
@@ -66,8 +69,37 @@ class Birth:
     priority: int = 0
     id: UUID = field(default_factory=ids.new)
 
-    def ticket(self, tenant_id: str) -> Ticket:
-        return Ticket(self.queue, tenant_id, self.id, self.priority)
+    def ticket(self, tenant_id: str, turn: int) -> Ticket:
+        return Ticket(self.queue, tenant_id, self.id, self.priority, turn)
+
+
+@dataclass(frozen=True, slots=True)
+class NewJob:
+    """A job as it is asked for. `delay_seconds` holds it back, `priority` is -9 to 9."""
+
+    kind: str
+    payload: dict[str, Any]
+    queue: str
+    schema_version: int = 1
+    priority: int = 0
+    delay_seconds: float = 0.0
+    max_attempts: int = 5
+    timeout_seconds: float | None = None
+    dedup_key: str | None = None
+    child_key: str | None = None
+    weight: float = 1.0
+    id: UUID = field(default_factory=ids.new)
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """Which dead letters are meant; None does not restrict."""
+
+    code: str | None = None
+    kind: str | None = None
+    queue: str | None = None
+    since: datetime | None = None
+    until: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +113,75 @@ class Record:
 NO_RECORD: Final = Record()
 
 
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The end of a job that has neither media nor parent."""
+
+    held: Claim
+    result: dict[str, Any]
+    record: Record = NO_RECORD
+
+
+async def enqueue(
+    connection: db.Connection,
+    tenant_id: str,
+    wanted: Sequence[NewJob],
+    *,
+    parent_id: UUID | None = None,
+) -> set[UUID]:
+    """Create jobs with their tickets, in the caller's transaction; the ids that are new.
+
+    One whose dedup key a live job holds, or that is already there as this child, is left as it is.
+    """
+    rows = await connection.fetch(
+        _SQL.enqueue,
+        tenant_id,
+        [j.id for j in wanted],
+        [j.kind for j in wanted],
+        [j.schema_version for j in wanted],
+        [j.queue for j in wanted],
+        [j.payload for j in wanted],
+        [j.priority for j in wanted],
+        [timedelta(seconds=j.delay_seconds) for j in wanted],
+        [j.max_attempts for j in wanted],
+        [j.timeout_seconds for j in wanted],
+        [j.dedup_key for j in wanted],
+        [j.child_key for j in wanted],
+        [j.weight for j in wanted],
+        parent_id,
+    )
+    delays = {j.id: j.delay_seconds for j in wanted}
+    await queue.publish(
+        connection,
+        [
+            Ticket(r["queue"], tenant_id, r["id"], r["priority"], r["turn"], delays[r["id"]])
+            for r in rows
+        ],
+    )
+    return {row["id"] for row in rows}
+
+
+async def duplicate(
+    connection: db.Connection, tenant_id: str, kind: str, dedup_key: str
+) -> UUID | None:
+    """The live job that holds a dedup key."""
+    found: UUID | None = await connection.fetchval(_SQL.duplicate, tenant_id, kind, dedup_key)
+    return found
+
+
 async def claim(
     connection: db.Connection,
     tickets: Sequence[Ticket],
     *,
     worker: str,
     lease_seconds: float,
+    kinds: Sequence[tuple[str, int]],
 ) -> list[Claim]:
-    """Claim those jobs of `tickets` that are claimable now; a ticket for any other is worth
-    nothing."""
+    """Claim those jobs of `tickets` that are claimable now and of a kind and version in `kinds`.
+
+    A ticket for a job that is not claimable is worth nothing. One for a job that waits, but is not
+    for this worker, is published again for others, a little later.
+    """
     rows = await connection.fetch(
         _SQL.claim,
         [t.tenant_id for t in tickets],
@@ -97,15 +189,67 @@ async def claim(
         worker,
         timedelta(seconds=lease_seconds),
         [t.queue for t in tickets],  # a ticket from before a reroute must not take a slot here
+        [kind for kind, _ in kinds],
+        [version for _, version in kinds],
     )
-    return [Claim(**dict(row)) for row in rows]
+    claims = [Claim(**dict(row)) for row in rows]
+    if len(claims) < len(tickets):
+        claimed = {c.id for c in claims}
+        await put_back(connection, [t for t in tickets if t.job_id not in claimed])
+    return claims
+
+
+async def put_back(
+    connection: db.Connection, tickets: Sequence[Ticket], *, delay_seconds: float = 1.0
+) -> None:
+    """Publish again the tickets of jobs that still wait; the others are dropped."""
+    rows = await connection.fetch(
+        _SQL.unclaimed,
+        [t.tenant_id for t in tickets],
+        [t.job_id for t in tickets],
+        [t.queue for t in tickets],
+    )
+    await queue.publish(
+        connection,
+        [
+            Ticket(r["queue"], r["tenant_id"], r["id"], r["priority"], r["turn"], delay_seconds)
+            for r in rows
+        ],
+    )
+
+
+async def running(
+    connection: db.Connection, queues: Sequence[str], kinds: Sequence[str]
+) -> list[db.Row]:
+    """Jobs that hold a slot anywhere in the fleet, by queue and kind, of these queues or kinds."""
+    return await connection.fetch(_SQL.running, queues, kinds)
+
+
+async def lock_cap(connection: db.Connection, name: str) -> None:
+    """Until the transaction ends, nobody else counts against this cap."""
+    await connection.execute(_SQL.lock_cap, name)
+
+
+async def kinds_of(connection: db.Connection, tickets: Sequence[Ticket]) -> dict[UUID, str]:
+    """The kinds of the waiting jobs behind tickets."""
+    rows = await connection.fetch(
+        _SQL.kinds_of, [t.tenant_id for t in tickets], [t.job_id for t in tickets]
+    )
+    return {row["id"]: row["kind"] for row in rows}
+
+
+@dataclass(frozen=True, slots=True)
+class Renewal:
+    """A job that is still held. One that is not `renewed` was locked by somebody just then."""
+
+    renewed: bool
+    cancel_requested: bool
 
 
 async def renew(
     connection: db.Connection, claims: Sequence[Claim], *, lease_seconds: float
-) -> dict[tuple[UUID, int], bool]:
-    """Renew all leases of this process; maps what is still held to whether a cancel was asked
-    for."""
+) -> dict[tuple[UUID, int], Renewal]:
+    """Renew all leases of this process, without waiting for locks; what is still held."""
     rows = await connection.fetch(
         _SQL.renew,
         [c.tenant_id for c in claims],
@@ -113,7 +257,9 @@ async def renew(
         [c.fence for c in claims],
         timedelta(seconds=lease_seconds),
     )
-    return {(row["id"], row["fence"]): row["cancel_requested"] for row in rows}
+    return {
+        (row["id"], row["fence"]): Renewal(row["renewed"], row["cancel_requested"]) for row in rows
+    }
 
 
 async def enter_stage(connection: db.Connection, held: Claim, stage: str) -> None:
@@ -138,19 +284,38 @@ async def complete(
     retention_seconds: float,
     record: Record = NO_RECORD,
 ) -> None:
-    """processing → completed. Raises LeaseLost."""
-    _held(
-        await connection.fetchval(
-            _SQL.complete,
-            held.tenant_id,
-            held.id,
-            held.fence,
-            result,
-            timedelta(seconds=retention_seconds),
-            record.log_tail,
-            record.commands,
-        )
+    """processing → completed; its parent counts down. Raises LeaseLost."""
+    row = await connection.fetchrow(
+        _SQL.complete,
+        held.tenant_id,
+        held.id,
+        held.fence,
+        result,
+        timedelta(seconds=retention_seconds),
+        record.log_tail,
+        record.commands,
     )
+    if row is None:
+        raise LeaseLost
+    await _child_ended(connection, held.tenant_id, row["parent_id"])
+
+
+async def complete_many(
+    connection: db.Connection, ended: Sequence[Completion], *, retention_seconds: float
+) -> set[tuple[UUID, int]]:
+    """processing → completed for many in one statement; the keys of those that were still held, and
+    that nobody else had locked."""
+    rows = await connection.fetch(
+        _SQL.complete_many,
+        [e.held.tenant_id for e in ended],
+        [e.held.id for e in ended],
+        [e.held.fence for e in ended],
+        [e.result for e in ended],
+        timedelta(seconds=retention_seconds),
+        [e.record.log_tail for e in ended],
+        [e.record.commands for e in ended],
+    )
+    return {(row["id"], row["fence"]) for row in rows}
 
 
 async def fail(
@@ -165,23 +330,24 @@ async def fail(
     outcome: str = "failed",
     record: Record = NO_RECORD,
 ) -> None:
-    """processing → failed, and its media with it. Raises LeaseLost."""
-    _held(
-        await connection.fetchval(
-            _SQL.fail,
-            held.tenant_id,
-            held.id,
-            held.fence,
-            problem.as_dict(),
-            dead_letter,
-            int(crash),
-            int(resource),
-            timedelta(seconds=retention_seconds),
-            outcome,
-            record.log_tail,
-            record.commands,
-        )
+    """processing → failed; its media and its parent with it. Raises LeaseLost."""
+    row = await connection.fetchrow(
+        _SQL.fail,
+        held.tenant_id,
+        held.id,
+        held.fence,
+        problem.as_dict(),
+        dead_letter,
+        int(crash),
+        int(resource),
+        timedelta(seconds=retention_seconds),
+        outcome,
+        record.log_tail,
+        record.commands,
     )
+    if row is None:
+        raise LeaseLost
+    await _fail_parent(connection, held.tenant_id, row["parent_id"], problem, retention_seconds)
 
 
 async def requeue(
@@ -219,19 +385,91 @@ async def requeue(
     )
     _held(row)
     assert row is not None
-    ticket = Ticket(row["queue"], held.tenant_id, held.id, row["priority"], delay_seconds)
+    ticket = Ticket(
+        row["queue"], held.tenant_id, held.id, row["priority"], row["turn"], delay_seconds
+    )
     await queue.publish(connection, [ticket])
+
+
+async def wait(
+    connection: db.Connection,
+    held: Claim,
+    children: Sequence[NewJob],
+    *,
+    record: Record = NO_RECORD,
+) -> None:
+    """Suspend a job for its children, in the caller's transaction. Raises LeaseLost.
+
+    Children are named by their `child_key`: those of an earlier run of the same job that completed
+    are kept with their results, those that failed start anew, those that were or will be canceled
+    are made again, and those that it no longer asks for do not count any more.
+    """
+    wanted = {c.child_key for c in children}
+    known: dict[str | None, db.Row] = {}
+    # Locked, so that none can end between being counted here and counting down there.
+    for old in await connection.fetch(_SQL.lock_children, held.tenant_id, held.id):
+        if old["child_key"] not in wanted or old["canceled"]:
+            await connection.execute(_SQL.supersede_child, held.tenant_id, old["id"])
+        else:
+            known[old["child_key"]] = old
+    await enqueue(
+        connection,
+        held.tenant_id,
+        [c for c in children if c.child_key not in known],
+        parent_id=held.id,
+    )
+    pending = 0
+    for child in children:
+        row = known.get(child.child_key)
+        if row is not None and row["state"] == "failed":
+            await restart(connection, held.tenant_id, row["id"])
+        pending += row is None or row["state"] != "completed"
+    _held(
+        await connection.fetchval(
+            _SQL.wait,
+            held.tenant_id,
+            held.id,
+            held.fence,
+            pending,
+            record.log_tail,
+            record.commands,
+        )
+    )
+    if pending == 0:
+        await _join(connection, held.tenant_id, held.id)
+
+
+async def children_of(connection: db.Connection, tenant_id: str, job_id: UUID) -> list[db.Row]:
+    """The children of a job with their states and results, in the order they were asked for."""
+    return await connection.fetch(_SQL.children, tenant_id, job_id)
 
 
 async def cancel(
     connection: db.Connection, tenant_id: str, job_id: UUID, *, retention_seconds: float
 ) -> bool:
-    """Cancel a queued job now, or ask the worker that runs it to. False if it had ended before."""
-    problem = Problem(Code.CANCELED).as_dict()
+    """Cancel a job that waits now, or ask the worker that runs it to. False if it had ended before.
+
+    Its children follow by the duty that looks for orphans, its parent fails with it.
+    """
+    problem = Problem(Code.CANCELED)
     retention = timedelta(seconds=retention_seconds)
-    # A job may move between the two statements; each names the state it is for.
+    # A job may move between the statements; each names the state it is for.
     for _ in range(3):
-        if await connection.fetchval(_SQL.cancel_queued, tenant_id, job_id, problem, retention):
+        row = await connection.fetchrow(
+            _SQL.cancel_queued, tenant_id, job_id, problem.as_dict(), retention
+        )
+        if row is not None:
+            await _fail_parent(connection, tenant_id, row["parent_id"], problem, retention_seconds)
+            return True
+        waiting = await connection.fetchrow(_SQL.waiting_parent, tenant_id, job_id)
+        if waiting is not None and await _end_waiting(
+            connection,
+            tenant_id,
+            job_id,
+            waiting,
+            problem=None,
+            retention_seconds=retention_seconds,
+        ):
             return True
         if await connection.fetchval(_SQL.request_cancel, tenant_id, job_id):
             return True
@@ -246,18 +484,35 @@ async def settle_canceled(
     record: Record = NO_RECORD,
 ) -> None:
     """processing → canceled, by the worker that held it. Raises LeaseLost."""
-    _held(
-        await connection.fetchval(
-            _SQL.cancel_processing,
-            held.tenant_id,
-            held.id,
-            held.fence,
-            Problem(Code.CANCELED).as_dict(),
-            timedelta(seconds=retention_seconds),
-            record.log_tail,
-            record.commands,
-        )
+    problem = Problem(Code.CANCELED)
+    row = await connection.fetchrow(
+        _SQL.cancel_processing,
+        held.tenant_id,
+        held.id,
+        held.fence,
+        problem.as_dict(),
+        timedelta(seconds=retention_seconds),
+        record.log_tail,
+        record.commands,
     )
+    if row is None:
+        raise LeaseLost
+    await _fail_parent(connection, held.tenant_id, row["parent_id"], problem, retention_seconds)
+
+
+async def cancel_requested(connection: db.Connection, held: Claim) -> bool:
+    """Whether the job should be canceled and not go on; settled until the transaction ends."""
+    return bool(
+        await connection.fetchval(_SQL.cancel_requested, held.tenant_id, held.id, held.fence)
+    )
+
+
+async def cancel_orphans(connection: db.Connection, *, most: int, retention_seconds: float) -> int:
+    """Cancel children whose parent has ended; returns how many."""
+    rows = await connection.fetch(_SQL.orphaned_children, most)
+    for row in rows:
+        await cancel(connection, row["tenant_id"], row["id"], retention_seconds=retention_seconds)
+    return len(rows)
 
 
 async def cancel_of_media(
@@ -268,16 +523,88 @@ async def cancel_of_media(
         await cancel(connection, tenant_id, row["id"], retention_seconds=retention_seconds)
 
 
-async def replay(
-    connection: db.Connection, tenant_id: str, job_id: UUID, *, generation: int | None
+async def restart(
+    connection: db.Connection,
+    tenant_id: str,
+    job_id: UUID,
+    *,
+    generation: int | None = None,
+    delay_seconds: float = 0.0,
 ) -> bool:
     """failed → queued with a fresh ticket, attempts from zero and history kept; False if not
     failed."""
-    row = await connection.fetchrow(_SQL.replay, tenant_id, job_id, generation)
+    row = await connection.fetchrow(
+        _SQL.replay, tenant_id, job_id, generation, timedelta(seconds=delay_seconds)
+    )
     if row is not None:
-        ticket = Ticket(row["queue"], tenant_id, job_id, row["priority"])
+        ticket = Ticket(
+            row["queue"], tenant_id, job_id, row["priority"], row["turn"], delay_seconds
+        )
         await queue.publish(connection, [ticket])
     return row is not None
+
+
+async def dead_letters(
+    connection: db.Connection,
+    tenant_id: str,
+    wanted: Filter,
+    *,
+    before: UUID | None = None,
+    limit: int,
+) -> list[db.Row]:
+    """Dead letters, newest first."""
+    return await connection.fetch(
+        _SQL.dead_letters,
+        tenant_id,
+        before,
+        wanted.code,
+        wanted.kind,
+        wanted.queue,
+        wanted.since,
+        wanted.until,
+        limit,
+    )
+
+
+async def discard(connection: db.Connection, tenant_id: str, job_id: UUID) -> bool:
+    """Take a dead letter off the list for good; the job stays failed, its history kept."""
+    return bool(await connection.fetchval(_SQL.discard, tenant_id, job_id))
+
+
+async def list_newest(
+    connection: db.Connection,
+    tenant_id: str,
+    *,
+    before: UUID | None,
+    states: Sequence[str] | None,
+    kind: str | None,
+    queue_name: str | None,
+    limit: int,
+) -> list[db.Row]:
+    """Newest first, below the cursor `before`."""
+    return await connection.fetch(_SQL.list, tenant_id, before, states, kind, queue_name, limit)
+
+
+async def effect(
+    connection: db.Connection, tenant_id: str, job_id: UUID, key: str
+) -> db.Row | None:
+    """What was recorded under this key, if it happened."""
+    return await connection.fetchrow(_SQL.effect, tenant_id, job_id, key)
+
+
+async def record_effect(connection: db.Connection, held: Claim, key: str, result: Any) -> bool:
+    """Record that an effect happened; False if it was recorded before. Raises LeaseLost."""
+    row = await connection.fetchval(
+        _SQL.record_effect, held.tenant_id, held.id, held.fence, key, result
+    )
+    if row is None and await effect(connection, held.tenant_id, held.id, key) is None:
+        raise LeaseLost
+    return row is not None
+
+
+async def still_hold(connection: db.Connection, held: Claim) -> None:
+    """Keep the job ours until the transaction ends, which should be at once. Raises LeaseLost."""
+    _held(await connection.fetchval(_SQL.still_hold, held.tenant_id, held.id, held.fence))
 
 
 async def get(connection: db.Connection, tenant_id: str, job_id: UUID) -> db.Row | None:
@@ -292,6 +619,82 @@ async def position(connection: db.Connection, tenant_id: str, job_id: UUID) -> i
     """How many jobs of its queue come first, counted up to POSITION_CAP."""
     ahead: int = await connection.fetchval(_SQL.position, tenant_id, job_id, POSITION_CAP)
     return ahead
+
+
+async def attempts_in_full(connection: db.Connection, tenant_id: str, job_id: UUID) -> list[db.Row]:
+    """Every attempt with its commands and the last words of its tools, for an operator."""
+    return await connection.fetch(_SQL.attempts_in_full, tenant_id, job_id)
+
+
+async def timeline(connection: db.Connection, tenant_id: str, job_id: UUID) -> list[db.Row]:
+    """Every logged move and stage of a job, in order."""
+    return await connection.fetch(_SQL.timeline, tenant_id, job_id)
+
+
+async def _child_ended(connection: db.Connection, tenant_id: str, parent_id: UUID | None) -> None:
+    """A child completed: the parent counts down, and the last one queues it to join."""
+    if parent_id is None:
+        return
+    row = await connection.fetchrow(_SQL.child_ended, tenant_id, parent_id)
+    if row is not None and row["pending_children"] == 0:
+        await _join(connection, tenant_id, parent_id)
+
+
+async def _join(connection: db.Connection, tenant_id: str, parent_id: UUID) -> None:
+    row = await connection.fetchrow(_SQL.join, tenant_id, parent_id)
+    if row is not None:
+        ticket = Ticket(row["queue"], tenant_id, parent_id, row["priority"], row["turn"])
+        await queue.publish(connection, [ticket])
+
+
+async def _fail_parent(
+    connection: db.Connection,
+    tenant_id: str,
+    parent_id: UUID | None,
+    problem: Problem,
+    retention_seconds: float,
+) -> None:
+    """A child failed for good: so does the parent that waits for it, with the child's code, and so
+    on upward. Its other children are canceled by the duty that looks for orphans, so that no
+    transaction locks a parent and then its children."""
+    if parent_id is None:
+        return
+    waiting = await connection.fetchrow(_SQL.waiting_parent, tenant_id, parent_id)
+    if waiting is not None:
+        await _end_waiting(
+            connection,
+            tenant_id,
+            parent_id,
+            waiting,
+            problem=problem,
+            retention_seconds=retention_seconds,
+        )
+
+
+async def _end_waiting(
+    connection: db.Connection,
+    tenant_id: str,
+    job_id: UUID,
+    waiting: db.Row,
+    *,
+    problem: Problem | None,
+    retention_seconds: float,
+) -> bool:
+    """End a job that waits for its children, as failed or, without a problem, as canceled."""
+    retention = timedelta(seconds=retention_seconds)
+    key = tenant_id, job_id, waiting["fence"]
+    if problem is None:
+        problem = Problem(Code.CANCELED)
+        row = await connection.fetchrow(
+            _SQL.cancel_processing, *key, problem.as_dict(), retention, None, None
+        )
+    else:
+        row = await connection.fetchrow(
+            _SQL.fail, *key, problem.as_dict(), False, 0, 0, retention, "failed", None, None
+        )
+    if row is not None:
+        await _fail_parent(connection, tenant_id, waiting["parent_id"], problem, retention_seconds)
+    return row is not None
 
 
 def _held(row: object) -> None:

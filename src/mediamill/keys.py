@@ -34,9 +34,12 @@ SCOPES: Final = (
     "media:delete",
     "jobs:read",
     "jobs:write",
+    "dlq:manage",
     "admin",
+    "operate",
 )
-"""What a key may be allowed to do; `admin` implies the rest."""
+"""What a key may be allowed to do. `admin` implies the rest, but for `operate`: queues and workers
+serve all tenants, so seeing and steering them is not a tenant's right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,7 @@ class Caller:
     scopes: frozenset[str]
 
     def may(self, scope: str) -> bool:
-        return scope in self.scopes or "admin" in self.scopes
+        return scope in self.scopes or ("admin" in self.scopes and scope != "operate")
 
 
 async def create(

@@ -20,7 +20,7 @@ from uuid import UUID
 import asyncpg
 import structlog
 
-from mediamill import db, jobs
+from mediamill import db, failpoints, jobs
 from mediamill.jobs import Claim
 
 log = structlog.get_logger()
@@ -28,6 +28,7 @@ log = structlog.get_logger()
 Key = tuple[UUID, int]
 
 _CONNECT_SECONDS: Final = 2.0
+_LOOK_SECONDS: Final = 0.1
 
 
 class Stop(StrEnum):
@@ -95,7 +96,11 @@ class Leases:
             began = self._clock()
             claims = self._snapshot()
             if claims:
-                connection = await self._beat(connection, claims)
+                beat = asyncio.create_task(self._beat(connection, claims))
+                while not beat.done():  # a beat that hangs must not delay giving up
+                    await asyncio.wait({beat}, timeout=_LOOK_SECONDS)
+                    self._give_up_unrenewed()
+                connection = beat.result()
             self._give_up_unrenewed()
             self.last_beat = self._clock()
             pause = self._beat_seconds - (self._clock() - began)
@@ -114,21 +119,33 @@ class Leases:
         """Renew all claims in one statement; returns the connection to use next, if it is good."""
         sent = self._clock()
         try:
+            failpoints.hit("lease.beat")
             async with asyncio.timeout(_CONNECT_SECONDS):
                 if connection is None or connection.is_closed():
                     connection = await db.connect(self._dsn, application="mediamill lease")
                 held = await jobs.renew(connection, claims, lease_seconds=self._lease_seconds)
-        except (db.Unavailable, asyncpg.PostgresError, asyncpg.InterfaceError, OSError) as error:
-            log.warning("lease_beat_failed", error=type(error).__name__, jobs=len(claims))
+        except Exception as error:  # whatever it is, the next beat must come
+            known = isinstance(
+                error, (db.Unavailable, asyncpg.PostgresError, asyncpg.InterfaceError, OSError)
+            )
+            log.warning(
+                "lease_beat_failed",
+                error=type(error).__name__,
+                jobs=len(claims),
+                exc_info=not known,
+            )
             if connection is not None:
                 connection.terminate()
             return None
         for claim in claims:
-            if claim.key not in held:
+            renewal = held.get(claim.key)
+            if renewal is None:
                 self._end(claim, Stop.LOST)
-            elif held[claim.key]:
+                continue
+            if renewal.cancel_requested:
                 self._tell(claim, Stop.CANCELED)
-            self._renewed(claim, sent)
+            if renewal.renewed:
+                self._renewed(claim, sent)
         return connection
 
     def _renewed(self, claim: Claim, sent: float) -> None:

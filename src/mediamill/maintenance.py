@@ -18,7 +18,7 @@ from uuid import UUID
 import asyncpg
 import structlog
 
-from mediamill import db, jobs, media, queue, storage, uploads, variants
+from mediamill import db, failpoints, ids, jobs, media, queue, storage, uploads, variants
 from mediamill.attempt import settle_failure
 from mediamill.config import QUEUES, Settings
 from mediamill.failures import Code, LeaseLost, Problem
@@ -31,21 +31,26 @@ log = structlog.get_logger()
 _SQL: Final = db.load("maintenance")
 _LOCK_BASE: Final = 0x6D6D_0000
 _BATCH: Final = 100
+_STORE_SECONDS: Final = 300.0
 _OWN_GAP_SECONDS: Final = 3.0
 # A due job that no worker had a free slot for keeps its ticket; only a missing one is an orphan.
 _ORPHAN_SECONDS: Final = 5.0
 _SLOT_GRACE_SECONDS: Final = 10.0
+_ORPHAN_UPLOAD_SECONDS: Final = 3600.0
+_LOOKED_UP: Final = 1000
 _INCOMING_SECONDS: Final = 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Duty:
-    """A named duty and how often it is looked at. `number` is its lock."""
+    """A named duty and how often it is looked at. `number` is its lock; `stores` says that it talks
+    to the storage in between, which may take its time."""
 
     number: int
     name: str
     every_seconds: float
     work: Callable[[db.Connection], Awaitable[int]]
+    stores: bool = False
 
 
 class Maintenance:
@@ -68,12 +73,14 @@ class Maintenance:
         self.duties = (
             Duty(1, "rescue", settings.sweep_seconds, self.rescue),
             Duty(2, "republish", 5.0, self.republish),
-            Duty(3, "close_slots", 5.0, self.close_slots),
+            Duty(3, "close_slots", 5.0, self.close_slots, stores=True),
             Duty(4, "expire_media", 5.0, self.expire_media),
-            Duty(5, "erase", 1.0, self.erase),
-            Duty(6, "sweep_sets", 30.0, self.sweep_sets),
-            Duty(7, "sweep_staging", 30.0, self.sweep_staging),
+            Duty(5, "erase", 1.0, self.erase, stores=True),
+            Duty(6, "sweep_sets", 30.0, self.sweep_sets, stores=True),
+            Duty(7, "sweep_staging", 30.0, self.sweep_staging, stores=True),
+            Duty(10, "sweep_uploads", 300.0, self.sweep_uploads, stores=True),
             Duty(8, "forget", 60.0, self.forget),
+            Duty(9, "cancel_orphans", 1.0, self.cancel_orphans),
         )
 
     async def run(self) -> None:
@@ -99,6 +106,8 @@ class Maintenance:
         async with db.transaction(self._pool) as connection:
             if not await connection.fetchval(_SQL.lock, _LOCK_BASE + duty.number):
                 return 0
+            if duty.stores:
+                await db.may_idle(connection, _STORE_SECONDS)
             return await duty.work(connection)
 
     async def rescue(self, connection: db.Connection) -> int:
@@ -119,6 +128,7 @@ class Maintenance:
         if now < self._hold_until:
             return 0
         rescued = 0
+        failpoints.hit("maintenance.rescue")
         for row in await connection.fetch(_SQL.expired_leases, _BATCH):
             values = dict(row)
             worker, canceled = values.pop("worker"), values.pop("cancel_requested")
@@ -143,10 +153,17 @@ class Maintenance:
             _SQL.orphans, list(QUEUES), timedelta(seconds=_ORPHAN_SECONDS), _BATCH
         )
         tickets = [
-            queue.Ticket(row["queue"], row["tenant_id"], row["id"], row["priority"]) for row in rows
+            queue.Ticket(r["queue"], r["tenant_id"], r["id"], r["priority"], r["turn"])
+            for r in rows
         ]
         await queue.publish(connection, tickets)
         return len(tickets)
+
+    async def cancel_orphans(self, connection: db.Connection) -> int:
+        """Children whose parent has failed or was canceled need not be done."""
+        return await jobs.cancel_orphans(
+            connection, most=_BATCH, retention_seconds=self._settings.job_retention_seconds
+        )
 
     async def close_slots(self, connection: db.Connection) -> int:
         """Slots past their time: accepted after all if the bytes are there, else expired."""
@@ -184,6 +201,7 @@ class Maintenance:
         for row in rows:
             await self._store.delete(uploads.prefix(row["tenant_id"], row["media_id"]))
             await self._store.delete(variants.media_prefix(row["tenant_id"], row["media_id"]))
+            failpoints.hit("maintenance.erase")
             await connection.fetchval(_SQL.erased, row["tenant_id"], row["media_id"])
         return len(rows)
 
@@ -224,14 +242,40 @@ class Maintenance:
             )
         return swept
 
+    async def sweep_uploads(
+        self, connection: db.Connection, *, older_than_seconds: float = _ORPHAN_UPLOAD_SECONDS
+    ) -> int:
+        """Remove uploaded bytes that no media wants: the API died between them and their row, or
+        they came after a deletion. The id tells how old they can be."""
+        swept = 0
+        limit = time.time() - older_than_seconds
+        for tenant in await self._store.list(storage.UPLOADS):
+            found = [
+                media_id
+                for name in await self._store.list(f"{storage.UPLOADS}/{tenant}")
+                if (media_id := _uuid(name)) is not None and ids.born(media_id) < limit
+            ]
+            for start in range(0, len(found), _LOOKED_UP):
+                some = found[start : start + _LOOKED_UP]
+                rows = await connection.fetch(_SQL.wanted_uploads, tenant, some)
+                for media_id in set(some) - {row["id"] for row in rows}:
+                    swept += await self._store.delete(uploads.prefix(tenant, media_id))
+        return swept
+
     async def forget(self, connection: db.Connection) -> int:
         """Ended jobs, events and idempotency keys past their retention."""
         await connection.execute(_SQL.forget_jobs, 1000)
         retention = timedelta(seconds=self._settings.job_retention_seconds)
         await connection.execute(_SQL.forget_events, retention, 1000)
         await connection.execute(_SQL.forget_keys)
-        await queue.prune(connection)
         return 0
+
+
+def _uuid(name: str) -> UUID | None:
+    try:
+        return UUID(name)
+    except ValueError:
+        return None
 
 
 def _staged(name: str) -> tuple[UUID, int]:

@@ -117,7 +117,8 @@ async def accept(
         max_attempts,
     )
     if row is not None:
-        await queue.publish(connection, [b.ticket(tenant_id) for b in births])
+        turns = row["turns"]
+        await queue.publish(connection, [b.ticket(tenant_id, turns[str(b.id)]) for b in births])
     return row
 
 
@@ -125,7 +126,7 @@ async def add_job(
     connection: db.Connection, tenant_id: str, media_id: UUID, birth: Birth, *, max_attempts: int
 ) -> None:
     """One more job for an accepted media, with its ticket."""
-    if await connection.fetchval(
+    turn = await connection.fetchval(
         _SQL.add_jobs,
         tenant_id,
         media_id,
@@ -135,8 +136,9 @@ async def add_job(
         birth.role,
         birth.priority,
         max_attempts,
-    ):
-        await queue.publish(connection, [birth.ticket(tenant_id)])
+    )
+    if turn is not None:
+        await queue.publish(connection, [birth.ticket(tenant_id, turn)])
 
 
 async def expire(connection: db.Connection, tenant_id: str, media_id: UUID) -> bool:
@@ -155,7 +157,7 @@ async def reprocess(
     max_attempts: int,
 ) -> int | None:
     """ready or failed → queued under a new generation; None if its state does not allow it."""
-    generation: int | None = await connection.fetchval(
+    row = await connection.fetchrow(
         _SQL.reprocess,
         tenant_id,
         media_id,
@@ -166,12 +168,15 @@ async def reprocess(
         birth.queue,
         max_attempts,
     )
-    if generation is not None:
-        await queue.publish(connection, [birth.ticket(tenant_id)])
-    return generation
+    if row is None:
+        return None
+    await queue.publish(connection, [birth.ticket(tenant_id, row["turn"])])
+    return int(row["generation"])
 
 
-async def replay(connection: db.Connection, tenant_id: str, job: db.Row) -> bool:
+async def replay(
+    connection: db.Connection, tenant_id: str, job: db.Row, *, delay_seconds: float = 0.0
+) -> bool:
     """Replay a failed job; its media goes with it into a new generation if it was the main one.
 
     False if the job is not failed, or the media has moved on or was deleted. Run inside a
@@ -186,7 +191,9 @@ async def replay(connection: db.Connection, tenant_id: str, job: db.Row) -> bool
         )
         if generation is None:
             return False
-    return await jobs.replay(connection, tenant_id, job["id"], generation=generation)
+    return await jobs.restart(
+        connection, tenant_id, job["id"], generation=generation, delay_seconds=delay_seconds
+    )
 
 
 async def describe(connection: db.Connection, held: Claim, found: Description) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import importlib
 import os
 import signal
 import socket
@@ -13,7 +14,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from types import FrameType
-from typing import Final
+from typing import Any, Final
 
 import structlog
 import uvicorn
@@ -32,6 +33,7 @@ from mediamill.jobs import Claim
 from mediamill.keys import Keychain
 from mediamill.lease import Leases, Stop
 from mediamill.maintenance import Maintenance
+from mediamill.mill import Mill
 from mediamill.storage.local import LocalStorage, open_local
 from mediamill.worker import ScratchFolder, Worker, sweep_scratch
 
@@ -49,6 +51,23 @@ _STREAM_SECONDS: Final = 5
 
 class SandboxTooWeak(Exception):
     """This machine cannot confine the media tools as the settings demand."""
+
+
+class NoApplication(Exception):
+    """The application that the worker was pointed at cannot be used; the message says why."""
+
+
+def load_mill(app: str) -> Mill:
+    """The `Mill` that `module:name` names. Raises NoApplication."""
+    module, _, name = app.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), name or "mill")
+    except (ImportError, AttributeError) as error:
+        raise NoApplication(f"--app {app}: {error}. It should read package.module:mill.") from None
+    if not isinstance(found, Mill):
+        raise NoApplication(f"--app {app} is a {type(found).__name__}, not a Mill.")
+    return found
 
 
 async def migrate(settings: Settings) -> list[db.Migration]:
@@ -93,8 +112,26 @@ async def serve_api(settings: Settings) -> None:
             follow.cancel()
 
 
-async def serve_worker(settings: Settings) -> None:
-    """A worker, until SIGTERM or SIGINT; then it drains."""
+async def serve_worker(settings: Settings, app: str | None = None) -> None:
+    """A worker, until SIGTERM or SIGINT; then it drains. `app` names a `Mill`, as module:name."""
+    await _serve_worker(settings, app)
+    deaf = await _deaf_tasks()
+    if deaf:
+        # Functions of the application that ignore their end would keep the process for ever.
+        log.error("worker_leaves_deaf_functions", count=len(deaf))
+        os._exit(0)
+
+
+async def _deaf_tasks() -> set[asyncio.Task[Any]]:
+    """Tasks that go on although they were canceled."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    return (await asyncio.wait(others, timeout=1.0))[1] if others else set()
+
+
+async def _serve_worker(settings: Settings, app: str | None) -> None:
+    mill = load_mill(app) if app else Mill()
     confined = sandbox.detect()
     if settings.sandbox == "strong" and confined.level is sandbox.Level.LIMITS:
         raise SandboxTooWeak(
@@ -137,6 +174,7 @@ async def serve_worker(settings: Settings) -> None:
             images=images,
             leases=leases,
             handlers=HANDLERS,
+            mill=mill,
         )
         worker = Worker(means, dsn=dsn, name=name, slots=slots, scratch=scratch.path)
         duties = asyncio.create_task(_maintain(settings, pool, store, slots))
@@ -169,7 +207,10 @@ async def _base(
     dsn = require_database(settings)
     await db.wait_until_up(dsn, seconds=30)
     pool = await db.open_pool(
-        dsn, size=settings.database_pool_size, application=f"mediamill {service}"
+        dsn,
+        size=settings.database_pool_size,
+        application=f"mediamill {service}",
+        idle_seconds=settings.lease_seconds,
     )
     try:
         async with db.acquire(pool) as connection:

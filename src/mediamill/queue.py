@@ -8,21 +8,19 @@ not know. Publishing uses the caller's connection, so that a rollback leaves no 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
-from uuid import UUID, uuid4
+from uuid import UUID
 
 import asyncpg
 from pgqueuer.adapters.drivers.asyncpg import AsyncpgDriver
 from pgqueuer.adapters.persistence import qb
 from pgqueuer.adapters.persistence.queries import Queries
 from pgqueuer.domain.settings import DBSettings, Durability
-from pgqueuer.domain.types import Channel, QueueEntrypoint, QueueManagerId
-from pgqueuer.ports.repository import EntrypointExecutionParameter
+from pgqueuer.domain.types import Channel
 
 from mediamill import db
 
@@ -46,11 +44,19 @@ TABLE: Final = _NAMES.queue_table
 _ENVIRONMENT: Final = qb.QueryBuilderEnvironment(settings=_NAMES)
 _QUEUE_SQL: Final = qb.QueryQueueBuilder(settings=_NAMES)
 _SCHEDULE_SQL: Final = qb.QuerySchedulerBuilder(settings=_NAMES)
-_UNLIMITED: Final = EntrypointExecutionParameter(concurrency_limit=0)
-# Tickets are never left picked (see `take`), so the engine's own recovery has nothing to find.
-_STALE: Final = timedelta(minutes=10)
 _SQL: Final = db.load("queue")
-_MANAGER: Final = QueueManagerId(uuid4())
+_WORDS: Final = {
+    "{queue}": _NAMES.queue_table,
+    "{log}": _NAMES.queue_table_log,
+    "{trigger}": _NAMES.trigger,
+}
+
+
+MAX_PRIORITY: Final = 9
+"""Priorities run from -9 to 9; a higher one always goes first."""
+# The engine orders by one 32-bit number: a band for each priority, within it whose turn it is. Past
+# the end of a band, turns are equal and tickets go in the order of their birth.
+_BAND: Final = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +67,13 @@ class Ticket:
     tenant_id: str
     job_id: UUID
     priority: int = 0
+    turn: int = 0
     delay_seconds: float = 0.0
+
+    @property
+    def rank(self) -> int:
+        """The engine's order: higher goes first."""
+        return self.priority * _BAND - min(self.turn, _BAND - 1)
 
     @property
     def payload(self) -> bytes:
@@ -80,7 +92,15 @@ async def install(connection: db.Connection) -> None:
         await engine.apply_upgrade()
     else:
         await engine.install()
-    await connection.execute(fill(_SQL.index_payload))
+    for statement in (
+        _SQL.index_payload,
+        _SQL.take_function,
+        _SQL.ring_for_new,
+        _SQL.log_nothing,
+        _SQL.log_nothing_at_insert,
+        _SQL.vacuum_often,
+    ):
+        await connection.execute(fill(statement))
 
 
 async def publish(connection: db.Connection, tickets: Sequence[Ticket]) -> None:
@@ -91,43 +111,34 @@ async def publish(connection: db.Connection, tickets: Sequence[Ticket]) -> None:
     await _engine(connection).enqueue(
         [t.queue for t in tickets],
         [t.payload for t in tickets],
-        [t.priority for t in tickets],
+        [t.rank for t in tickets],
         delays,
     )
 
 
-async def take(connection: db.Connection, queues: Iterable[str], *, most: int) -> list[Ticket]:
-    """Take up to `most` due tickets of these queues, best first, inside the caller's transaction.
+async def take(
+    connection: db.Connection, queues: Iterable[str], *, most: int | Mapping[str, int]
+) -> list[Ticket]:
+    """Take up to `most` due tickets of each of these queues, best first, inside the caller's
+    transaction.
 
     They are gone when it commits and back when it rolls back or the process dies.
     """
-    engine = _engine(connection)
-    rows = await engine.dequeue(
-        batch_size=most,
-        entrypoints={QueueEntrypoint(queue): _UNLIMITED for queue in queues},
-        queue_manager_id=_MANAGER,
-        global_concurrency_limit=None,
-        heartbeat_timeout=_STALE,
-    )
-    if not rows:
-        return []
-    await connection.execute(fill(_SQL.consume), [row.id for row in rows])
+    names = list(queues)
+    room = [most if isinstance(most, int) else most[name] for name in names]
+    rows = await connection.fetch(fill(_SQL.take), names, room)
+    rows.sort(key=lambda row: (-row["priority"], row["id"]))
     tickets = []
     for row in rows:
-        tenant_id, _, job_id = (row.payload or b"").decode().rpartition("/")
+        tenant_id, _, job_id = (row["payload"] or b"").decode().rpartition("/")
         with suppress(ValueError):  # not one of ours: dropped with its row
-            tickets.append(Ticket(row.entrypoint, tenant_id, UUID(job_id), row.priority))
+            tickets.append(Ticket(row["queue"], tenant_id, UUID(job_id)))
     return tickets
 
 
 async def waiting(connection: db.Connection) -> dict[str, int]:
     """How many tickets wait, by queue."""
     return {r["queue"]: r["tickets"] for r in await connection.fetch(fill(_SQL.waiting))}
-
-
-async def prune(connection: db.Connection) -> None:
-    """Shorten the engine's log."""
-    await connection.execute(fill(_SQL.prune_log))
 
 
 class Bell:
@@ -143,7 +154,7 @@ class Bell:
     async def run(self) -> None:
         """Listen until canceled; reconnect for ever, and ring after each reconnect."""
         while True:
-            with suppress(db.Unavailable, asyncpg.PostgresError):
+            with suppress(db.Unavailable, asyncpg.PostgresError, asyncpg.InterfaceError, OSError):
                 connection = await db.connect(self._dsn, application="mediamill bell")
                 try:
                     lost = asyncio.Event()
@@ -156,10 +167,6 @@ class Bell:
             await asyncio.sleep(0.5)
 
     def _heard(self, _connection: Any, _pid: int, _channel: str, message: object) -> None:
-        # Taking tickets notifies too; only new ones are of interest.
-        with suppress(ValueError, TypeError, AttributeError):
-            if json.loads(str(message)).get("operation") == "delete":
-                return
         self._ring()
 
 
@@ -169,4 +176,6 @@ def _engine(connection: db.Connection) -> Queries:
 
 def fill(statement: str) -> str:
     """A statement of sql/queue.sql with the names of the engine's tables."""
-    return statement.replace("{queue}", _NAMES.queue_table).replace("{log}", _NAMES.queue_table_log)
+    for word, name in _WORDS.items():
+        statement = statement.replace(word, name)
+    return statement

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
 
-from mediamill.states import MediaState
+from mediamill.states import JobState, MediaState
 
 _ENDED: Final = frozenset({MediaState.READY, MediaState.FAILED, MediaState.EXPIRED})
 
@@ -65,6 +65,28 @@ def segments(
     return found
 
 
+def job_segments(moves: Sequence[Mapping[str, Any]], *, now: datetime) -> list[Segment]:
+    """Segments from the logged moves of one job, oldest first; the last one of a live job ends at
+    `now`."""
+    found: list[Segment] = []
+    for this, following in zip(moves, [*moves[1:], None], strict=True):
+        ended = this["to_state"] in _JOB_ENDED
+        if following is None and ended:
+            break
+        name = "idle" if ended else this["stage"] or _JOB_NAMES[this["to_state"]]
+        found.append(
+            Segment(
+                name=name,
+                start=this["at"],
+                end=now if following is None else following["at"],
+                attempt=this["attempt"],
+                worker=this["worker"],
+                detail=this["code"],
+            )
+        )
+    return found
+
+
 def sentence(found: Sequence[Segment], *, state: str) -> str:
     """One plain sentence: how long in all, and where most of it went."""
     total = sum(s.seconds for s in found)
@@ -88,6 +110,8 @@ def _say(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
+_JOB_ENDED: Final = frozenset({JobState.COMPLETED, JobState.FAILED, JobState.CANCELED})
+_JOB_NAMES: Final = {JobState.QUEUED: "queued", JobState.PROCESSING: "running"}
 _NAMES: Final = {
     MediaState.AWAITING_UPLOAD: "awaiting_upload",
     MediaState.UPLOADED: "accepted",
@@ -103,6 +127,8 @@ _PHRASES: Final = {
     "claimed": "getting started",
     "download": "fetching the original",
     "probe": "looking at the file",
+    "running": "running",
+    "waiting": "waiting for its children",
     "preview": "making the preview",
     "encode": "encoding",
     "verify": "checking the outputs",

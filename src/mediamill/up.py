@@ -170,7 +170,11 @@ async def _prepare(settings: Settings, dsn: str) -> str:
             if await keys.belongs(connection, installed.pepper, known):
                 return known
         key = await keys.create(
-            connection, installed.pepper, tenant_id="default", name="mediamill up"
+            connection,
+            installed.pepper,
+            tenant_id="default",
+            name="mediamill up",
+            scopes=("admin", "operate"),
         )
         _write_private(path, f"{key}\n")
         return key

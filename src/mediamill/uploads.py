@@ -21,7 +21,7 @@ from mediamill.jobs import Birth
 from mediamill.states import MediaState
 from mediamill.storage import SignedRequest, Storage, Stored
 
-PREVIEW_PRIORITY: Final = 100
+PREVIEW_PRIORITY: Final = 5
 _NAME_BYTES: Final = 1024
 # Bidirectional embeddings, overrides and isolates: "a\u202egpj.exe" reads as "aexe.jpg". Joiners
 # stay, since emoji and several scripts need them.

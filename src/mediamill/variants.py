@@ -105,6 +105,19 @@ async def reserve(connection: db.Connection, claim: Claim, set_: str) -> None:
     )
 
 
+async def withdraw(
+    connection: db.Connection, store: storage.Storage, claim: Claim, set_: str, prefix: str
+) -> None:
+    """Remove what was laid out of a set that is in no row any more, in the caller's transaction.
+
+    An attempt that lost its job may have laid it out after the media was deleted and erased.
+    """
+    key = claim.tenant_id, claim.media_id, claim.recipe, claim.recipe_version, set_
+    if await connection.fetchval(_SQL.withdraw, *key):
+        await store.delete(prefix)
+        await connection.execute(_SQL.forget_withdrawn, *key)
+
+
 async def record(
     connection: db.Connection, claim: Claim, set_: str, prefix: str, items: Sequence[Item]
 ) -> None:

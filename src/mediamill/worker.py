@@ -21,17 +21,22 @@ from uuid import UUID
 import asyncpg
 import structlog
 
-from mediamill import __version__, attempt, db, installation, jobs, queue
-from mediamill.attempt import Attempt, Means
+from mediamill import __version__, attempt, controls, db, failpoints, installation, jobs, queue
+from mediamill.attempt import Attempt, Completions, Means
+from mediamill.controls import Control
 from mediamill.jobs import Claim
 from mediamill.lease import Stop
+from mediamill.queue import Ticket
 from mediamill.sandbox import clear
 
 log = structlog.get_logger()
 
 _POLL_SECONDS: Final = 1.0
 _SEEN_SECONDS: Final = 5.0
+_CONTROL_SECONDS: Final = 1.0
 _SETTLE_SECONDS: Final = 5.0
+# What a periodic statement may meet and must outlive: an outage, a lock held too long, a full disk.
+_PASSING: Final = (db.Unavailable, asyncpg.PostgresError, OSError)
 
 
 class Worker:
@@ -50,11 +55,21 @@ class Worker:
         self._awake = asyncio.Event()
         self._draining = False
         self._loop = asyncio.get_running_loop()
+        self._kinds = means.kinds
+        self._completions = Completions(
+            means.pool, retention_seconds=means.settings.job_retention_seconds
+        )
+        self._controls: dict[str, Control] = {}
+        self._capped_kinds: dict[str, int] = {}
+        self._stop = asyncio.Event()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until `stop` is set, then drain: finish, or hand back what does not finish in
         time."""
+        self._stop = stop
         async with db.acquire(self._means.pool) as connection:
+            await controls.offer(connection, self._means.offer)
+            self._controls, self._capped_kinds = await controls.limits(connection)
             await installation.register_worker(
                 connection,
                 self._name,
@@ -66,6 +81,7 @@ class Worker:
         helpers = [
             asyncio.create_task(queue.Bell(self._dsn, self._awake.set).run()),
             asyncio.create_task(self._be_seen()),
+            asyncio.create_task(self._follow_controls()),
         ]
         stopped = asyncio.create_task(stop.wait())
         stopped.add_done_callback(lambda _: self._awake.set())
@@ -105,8 +121,11 @@ class Worker:
         self._awake.clear()
         try:
             claims, claimed_at, more = await self._claim(free)
-        except (db.Unavailable, asyncpg.PostgresError) as error:
-            log.warning("claim_failed", error=type(error).__name__)
+        except Exception as error:
+            # The loop goes on whatever it is. What was claimed and is not known here runs out with
+            # its lease.
+            known = isinstance(error, (db.Unavailable, asyncpg.PostgresError))
+            log.warning("claim_failed", error=type(error).__name__, exc_info=not known)
             await asyncio.sleep(0.5)
             return True
         for claim in claims:
@@ -114,24 +133,84 @@ class Worker:
         return more
 
     async def _claim(self, free: Mapping[str, int]) -> tuple[list[Claim], float, bool]:
-        # One statement asks for all queues; no more than the least free of them can take.
-        most = min(free.values())
         claimed_at = time.monotonic()
         async with db.transaction(self._means.pool) as connection:
-            tickets = await queue.take(connection, free, most=most)
-            if not tickets:
+            room = await self._room(connection, free)
+            if not room:
                 return [], claimed_at, False
+            taken = await queue.take(connection, room, most=room)
+            if not taken:
+                return [], claimed_at, False
+            tickets = await self._within_caps(connection, taken)
             claims = await jobs.claim(
                 connection,
                 tickets,
                 worker=self._name,
                 lease_seconds=self._means.settings.lease_seconds,
+                kinds=self._kinds,
             )
-        return claims, claimed_at, True
+            failpoints.hit("worker.taken")
+        failpoints.hit("worker.claimed")
+        # A slot for which nothing was found hears the bell; one whose ticket was worth nothing does
+        # not.
+        return claims, claimed_at, len(claims) < len(taken)
+
+    async def _room(self, connection: db.Connection, free: Mapping[str, int]) -> dict[str, int]:
+        """The free slots, less what is paused or capped over the whole fleet."""
+        room = {q: n for q, n in free.items() if not self._control(q).paused}
+        for name in sorted(room):  # in one order, so that two workers never wait for each other
+            cap = self._control(name).concurrency
+            if cap is not None:
+                await jobs.lock_cap(connection, f"queue {name}")
+                rows = await jobs.running(connection, [name], [])
+                room[name] = min(room[name], cap - sum(r["jobs"] for r in rows))
+        return {q: n for q, n in room.items() if n > 0}
+
+    async def _within_caps(self, connection: db.Connection, tickets: list[Ticket]) -> list[Ticket]:
+        """The tickets without those whose kind runs often enough; these are put back."""
+        capped = self._capped_kinds
+        if not capped:
+            return tickets
+        kinds = await jobs.kinds_of(connection, tickets)
+        concerned = sorted({k for k in kinds.values() if k in capped})
+        for kind in concerned:
+            await jobs.lock_cap(connection, f"kind {kind}")
+        left = {kind: capped[kind] for kind in concerned}
+        for row in await jobs.running(connection, [], concerned):
+            left[row["kind"]] -= row["jobs"]
+        kept, too_many = [], []
+        for ticket in tickets:
+            kind = kinds.get(ticket.job_id, "")
+            if kind in left and left[kind] <= 0:
+                too_many.append(ticket)
+            else:
+                kept.append(ticket)
+                if kind in left:
+                    left[kind] -= 1
+        await jobs.put_back(connection, too_many, delay_seconds=0.5)
+        return kept
+
+    def _control(self, name: str) -> Control:
+        return self._controls.get(name, Control())
+
+    async def _follow_controls(self) -> None:
+        """Know within a second what an operator set."""
+        while True:
+            with suppress(*_PASSING):
+                async with db.acquire(self._means.pool) as connection:
+                    before = self._controls
+                    self._controls, self._capped_kinds = await controls.limits(connection)
+                    if await installation.drain_requested(connection, self._name):
+                        log.info("drain_requested")
+                        self._stop.set()
+                if self._controls != before:
+                    self._awake.set()
+            await asyncio.sleep(_CONTROL_SECONDS)
 
     def _start(self, claim: Claim, claimed_at: float) -> None:
         self._means.leases.hold(claim, claimed_at)
-        run = Attempt(self._means, claim, self._scratch / f"{claim.id}.{claim.fence}")
+        scratch = self._scratch / f"{claim.id}.{claim.fence}"
+        run = Attempt(self._means, claim, scratch, self._completions)
         self._busy[claim.queue] += 1
         task = asyncio.create_task(run.run())
         self._running[claim.key] = run, task
@@ -150,7 +229,7 @@ class Worker:
 
     async def _be_seen(self) -> None:
         while True:
-            with suppress(db.Unavailable):
+            with suppress(*_PASSING):
                 async with db.acquire(self._means.pool) as connection:
                     await installation.see_worker(connection, self._name, stopping=self._draining)
             await asyncio.sleep(_SEEN_SECONDS)

@@ -37,6 +37,12 @@ FIELDS = {
     "started_at",
     "finished_at",
     "expires_at",
+    "parent_id",
+    "pending_children",
+    "payload",
+    "payload_version",
+    "dedup_key",
+    "priority",
 }
 
 
@@ -124,7 +130,8 @@ async def test_canceling_a_running_job_asks_its_worker(api: Api) -> None:
     assert answer.status_code == 202
     assert (answer.json()["state"], answer.json()["cancel_requested"]) == ("processing", True)
     async with db.acquire(api.pool) as connection:
-        assert await jobs.renew(connection, [held], lease_seconds=60) == {held.key: True}
+        renewed = await jobs.renew(connection, [held], lease_seconds=60)
+        assert renewed[held.key].cancel_requested
         await jobs.settle_canceled(connection, held, retention_seconds=60)
     answer = await api.client.post(f"{body['links']['job']}/cancel")
     assert (answer.status_code, answer.json()["state"]) == (200, "canceled")

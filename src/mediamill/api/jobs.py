@@ -5,18 +5,168 @@ from __future__ import annotations
 from typing import Any, Final
 from uuid import UUID
 
-from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mediamill import db, ids, jobs, media
-from mediamill.api.services import caller, iso_time, json_response, path_id, services, shown_error
+from mediamill import (
+    controls,
+    db,
+    failpoints,
+    idempotency,
+    ids,
+    jobs,
+    media,
+    mill,
+    queue,
+    timeline,
+)
+from mediamill.api.services import (
+    Page,
+    caller,
+    chosen,
+    idempotency_key,
+    iso_time,
+    json_body,
+    json_response,
+    json_text,
+    known_parameters,
+    parse_body,
+    path_id,
+    services,
+    shown_error,
+    shown_timeline,
+)
 from mediamill.failures import Code, Refused
+from mediamill.idempotency import Answer
 from mediamill.states import JOB_TERMINAL, JobState
 
 SCHEMA_VERSION: Final = 1
 
-router = APIRouter(tags=["jobs"])
+
+class NewJob(BaseModel):
+    """A job of a kind that a worker has offered."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    kind: str = Field(max_length=128, examples=["report.monthly"])
+    schema_version: int | None = Field(
+        default=None, ge=1, description="Version of the payload; default: the newest known."
+    )
+    payload: dict[str, Any] = Field(default_factory=dict)
+    priority: int = Field(default=0, ge=-queue.MAX_PRIORITY, le=queue.MAX_PRIORITY)
+    delay_seconds: float = Field(default=0.0, ge=0, le=365 * 86400)
+    dedup_key: str | None = Field(default=None, min_length=1, max_length=255)
+    max_attempts: int | None = Field(default=None, ge=1, le=100)
+
+
+async def create_job(request: Request) -> Response:
+    """Queue a job. 202 with its id; 200 with `duplicate_of` when a live job holds the dedup key."""
+    sender = await caller(request, "jobs:write")
+    here = services(request)
+    raw = await json_body(request)
+    wanted = parse_body(NewJob, raw)
+    key = idempotency_key(request, sender, idempotency.fingerprint("json", raw), route="/v1/jobs")
+    async with db.transaction(here.pool) as connection:
+
+        async def work() -> Answer:
+            kind = await _kind(connection, wanted)
+            mill.check_json(wanted.payload, "the payload")
+            new = mill.new_job(
+                kind,
+                wanted.payload,
+                priority=wanted.priority,
+                delay_seconds=wanted.delay_seconds,
+                dedup_key=wanted.dedup_key,
+                max_attempts=wanted.max_attempts,
+            )
+            made = await jobs.enqueue(connection, sender.tenant_id, [new])
+            job_id, duplicate = new.id, not made
+            if duplicate:
+                assert wanted.dedup_key is not None
+                known = await jobs.duplicate(
+                    connection, sender.tenant_id, kind.kind, wanted.dedup_key
+                )
+                if known is None:  # it ended in between
+                    raise Refused(Code.TOO_BUSY, "A job with this dedup key is just ending.")
+                job_id = known
+            row = await jobs.get(connection, sender.tenant_id, job_id)
+            assert row is not None
+            body = shown_job(row, [], None)
+            if duplicate:
+                body["duplicate_of"] = body["id"]
+            return Answer(
+                200 if duplicate else 202, json_text(body), _location(job_id)["Location"], job_id
+            )
+
+        answer = await idempotency.once(
+            connection, key, keep_seconds=here.settings.idempotency_seconds, work=work
+        )
+    failpoints.hit("api.accepted")
+    headers = {"Location": answer.location, "Retry-After": "1"}
+    if answer.replayed:
+        headers["Idempotent-Replayed"] = "true"
+    return json_response(answer.body, answer.status, headers)
+
+
+async def _kind(connection: db.Connection, wanted: NewJob) -> controls.Kind:
+    """The offered kind that a request names. Raises Refused with what is known."""
+    offered = await controls.offered(connection, wanted.kind)
+    for kind in offered:
+        if wanted.schema_version in (None, kind.version):
+            return kind
+    if offered:
+        known = ", ".join(str(kind.version) for kind in offered)
+        raise Refused(
+            Code.INVALID_REQUEST,
+            f"{wanted.kind} is known in the versions {known}.",
+            errors=[{"pointer": "/schema_version", "detail": f"must be one of {known}"}],
+        )
+    kinds = ", ".join(await controls.offered_kinds(connection)) or "none yet"
+    raise Refused(
+        Code.INVALID_REQUEST,
+        f"No worker has offered {wanted.kind!r}. Known: {kinds}. Start a worker with --app.",
+        errors=[{"pointer": "/kind", "detail": "is not known"}],
+    )
+
+
+async def list_jobs(request: Request) -> Response:
+    """Newest first, by `state` (several with commas), `kind` and `queue`."""
+    sender = await caller(request, "jobs:read")
+    known_parameters(request, "limit", "cursor", "state", "kind", "queue")
+    here = services(request)
+    page = Page.of(request)
+    async with db.acquire(here.pool) as connection:
+        rows = await jobs.list_newest(
+            connection,
+            sender.tenant_id,
+            before=page.before,
+            states=chosen(request, "state", JobState),
+            kind=request.query_params.get("kind"),
+            queue_name=request.query_params.get("queue"),
+            limit=page.limit + 1,
+        )
+    return page.response(request, "/v1/jobs", rows, [shown_job(r, [], None) for r in rows])
+
+
+async def read_job_timeline(request: Request) -> Response:
+    """Every logged move and stage of a job."""
+    sender = await caller(request, "jobs:read")
+    here = services(request)
+    job_id = path_id(request, ids.JOB, "job_id")
+    async with db.acquire(here.pool) as connection:
+        row = await jobs.get(connection, sender.tenant_id, job_id)
+        if row is None:
+            raise Refused(Code.NOT_FOUND)
+        moves = await jobs.timeline(connection, sender.tenant_id, job_id)
+        now = await connection.fetchval("SELECT clock_timestamp()")
+    found = timeline.job_segments([dict(move) for move in moves], now=now)
+    body = {
+        "schema_version": SCHEMA_VERSION,
+        "id": ids.encode(ids.JOB, job_id),
+        **shown_timeline(found, moves, state=row["state"]),
+    }
+    return json_response(body, 200, {"Cache-Control": "private, no-cache"})
 
 
 async def read_job(request: Request) -> Response:
@@ -32,12 +182,13 @@ async def read_job(request: Request) -> Response:
         position = None
         if row["state"] == JobState.QUEUED:
             position = 1 + await jobs.position(connection, sender.tenant_id, job_id)
-    headers = {"ETag": f'W/"{row["version"]}"', "Cache-Control": "private, no-cache"}
+    version = row["version"] + row["children_versions"]
+    headers = {"ETag": f'W/"{version}"', "Cache-Control": "private, no-cache"}
     if row["state"] not in JOB_TERMINAL:
         headers["Retry-After"] = "1"
     if headers["ETag"] in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=headers)
-    return json_response(_shown(row, tried, position), 200, headers)
+    return json_response(shown_job(row, tried, position), 200, headers)
 
 
 async def cancel_job(request: Request) -> Response:
@@ -57,7 +208,7 @@ async def cancel_job(request: Request) -> Response:
         row = await jobs.get(connection, sender.tenant_id, job_id)
         assert row is not None
     status = 200 if row["state"] in JOB_TERMINAL else 202
-    return json_response(_shown(row, [], None), status, _location(job_id))
+    return json_response(shown_job(row, [], None), status, _location(job_id))
 
 
 async def replay_job(request: Request) -> Response:
@@ -72,20 +223,34 @@ async def replay_job(request: Request) -> Response:
         if not await media.replay(connection, sender.tenant_id, row):
             raise Refused(
                 Code.WRONG_STATE,
-                "Its media was deleted, or has been processed again since."
+                "A live job has its dedup key, or its media was deleted or processed again since."
                 if row["state"] == JobState.FAILED
                 else f"It is {row['state']}; only a failed job can be replayed.",
             )
         row = await jobs.get(connection, sender.tenant_id, job_id)
         assert row is not None
-    return json_response(_shown(row, [], None), 202, _location(job_id))
+    return json_response(shown_job(row, [], None), 202, _location(job_id))
 
 
 def _location(job_id: UUID) -> dict[str, str]:
     return {"Location": f"/v1/jobs/{ids.encode(ids.JOB, job_id)}"}
 
 
-def _shown(row: db.Row, tried: list[db.Row], position: int | None) -> dict[str, Any]:
+def _progress(row: db.Row) -> float | None:
+    """Percent; of a job that waits, the weighted progress of its children."""
+    own = row["progress"]
+    if row["pending_children"] and row.get("children_progress") is not None:
+        own = max(own or 0.0, row["children_progress"])
+    return None if own is None else round(own, 1)
+
+
+def _result(row: db.Row) -> Any:
+    """What the function returned; media jobs have a small object of their own."""
+    result = row["result"]
+    return result["value"] if row["role"] == "job" and result and "value" in result else result
+
+
+def shown_job(row: db.Row, tried: list[db.Row], position: int | None) -> dict[str, Any]:
     waits = row["state"] == JobState.QUEUED
     return {
         "schema_version": SCHEMA_VERSION,
@@ -95,17 +260,23 @@ def _shown(row: db.Row, tried: list[db.Row], position: int | None) -> dict[str, 
         "queue": row["queue"],
         "role": row["role"],
         "stage": row["stage"],
-        "progress": None if row["progress"] is None else round(row["progress"], 1),
+        "progress": _progress(row),
         "position": position,
         "attempt": row["attempt"],
         "max_attempts": row["max_attempts"],
         "dead_letter": row["dead_letter"],
         "cancel_requested": row["cancel_requested"],
         "media_id": row["media_id"] and ids.encode(ids.MEDIA, row["media_id"]),
+        "parent_id": row["parent_id"] and ids.encode(ids.JOB, row["parent_id"]),
+        "pending_children": row["pending_children"],
+        "payload": row["payload"],
+        "payload_version": row["schema_version"],
+        "dedup_key": row["dedup_key"],
+        "priority": row["priority"],
         "recipe": row["recipe"],
         "recipe_version": row["recipe_version"],
         "generation": row["generation"],
-        "result": row["result"],
+        "result": _result(row),
         "error": shown_error(row["error"]),
         "attempts": [
             {

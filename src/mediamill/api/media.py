@@ -6,8 +6,7 @@ import hashlib
 import json
 import math
 from datetime import UTC, datetime, timedelta
-from typing import Annotated, Any, Final, Literal, TypeVar
-from urllib.parse import quote
+from typing import Annotated, Any, Final, Literal
 from uuid import UUID
 
 from fastapi import APIRouter
@@ -27,19 +26,35 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
 
-from mediamill import db, idempotency, ids, jobs, media, recipes, timeline, uploads, variants
-from mediamill.api.problems import pointers
+from mediamill import (
+    db,
+    failpoints,
+    idempotency,
+    ids,
+    jobs,
+    media,
+    recipes,
+    timeline,
+    uploads,
+    variants,
+)
 from mediamill.api.services import (
+    Page,
     Services,
     caller,
+    chosen,
+    idempotency_key,
     iso_time,
     json_body,
     json_response,
     json_text,
     known_parameters,
+    parse_body,
     path_id,
+    pointers,
     services,
     shown_error,
+    shown_timeline,
 )
 from mediamill.failures import Code, Refused
 from mediamill.idempotency import Answer
@@ -55,8 +70,6 @@ _COPY_BYTES: Final = 1 << 20
 _DOUBT_SECONDS: Final = 5.0
 
 router = APIRouter(tags=["media"])
-
-M = TypeVar("M", bound=BaseModel)
 
 
 def _text(value: str) -> str:
@@ -222,8 +235,8 @@ async def create_media(request: Request) -> Response:
 async def _open_slot(request: Request, sender: Caller) -> Response:
     here = services(request)
     raw = await json_body(request)
-    wanted = _parse(NewMedia, raw).wanted()
-    key = _key(request, sender, idempotency.fingerprint("json", raw))
+    wanted = parse_body(NewMedia, raw).wanted()
+    key = idempotency_key(request, sender, idempotency.fingerprint("json", raw), route="/v1/media")
 
     async with db.transaction(here.pool) as connection:
 
@@ -243,6 +256,7 @@ async def _open_slot(request: Request, sender: Caller) -> Response:
         answer = await idempotency.once(
             connection, key, keep_seconds=here.settings.idempotency_seconds, work=work
         )
+    failpoints.hit("api.opened")
     return _answered(answer)
 
 
@@ -283,12 +297,13 @@ async def _accept_form(
         if wanted.sha256 is not None and digest.hexdigest() != wanted.sha256:
             raise Refused(Code.CHECKSUM_MISMATCH)
         # The boundary differs between repeats; what counts is the file and the fields.
-        key = _key(
+        key = idempotency_key(
             request,
             sender,
             idempotency.fingerprint(
                 "form", digest.digest(), file.filename or "", fields.model_dump_json()
             ),
+            route="/v1/media",
         )
         stored = await receiver.commit()
         async with db.transaction(here.pool) as connection:
@@ -349,6 +364,7 @@ async def complete_media(request: Request) -> Response:
             connection, here.storage, here.settings, sender.tenant_id, media_id
         )
         body = await _shown(here, connection, sender.tenant_id, media_id, joining=first)
+    failpoints.hit("api.accepted")
     status = 202 if body["state"] in _LIVE else 200
     return json_response(body, status, _headers(body) | {"Location": _path(media_id)})
 
@@ -374,33 +390,16 @@ async def list_media(request: Request) -> Response:
     sender = await caller(request, "media:read")
     known_parameters(request, "limit", "cursor", "state")
     here = services(request)
-    limit = _limit(request.query_params.get("limit"))
-    states = _states(request.query_params.get("state"))
-    before = _cursor(request.query_params.get("cursor"))
+    page = Page.of(request)
     async with db.acquire(here.pool) as connection:
         rows = await media.list_newest(
             connection,
             sender.tenant_id,
-            before=before,
-            states=states,
-            limit=limit + 1,
+            before=page.before,
+            states=chosen(request, "state", MediaState),
+            limit=page.limit + 1,
         )
-    page, more = rows[:limit], len(rows) > limit
-    cursor = ids.encode("cur", page[-1]["id"]) if more else None
-    headers = {"Cache-Control": "private, no-cache"}
-    if cursor:
-        query = "&".join(
-            f"{name}={quote(value, safe=',')}"
-            for name, value in [*request.query_params.items()]
-            if name != "cursor"
-        )
-        headers["Link"] = f'</v1/media?{query and query + "&"}cursor={cursor}>; rel="next"'
-    body = {
-        "schema_version": SCHEMA_VERSION,
-        "data": [_listed(row) for row in page],
-        "next_cursor": cursor,
-    }
-    return json_response(body, 200, headers)
+    return page.response(request, "/v1/media", rows, [_listed(row) for row in rows])
 
 
 async def read_timeline(request: Request) -> Response:
@@ -420,35 +419,7 @@ async def read_timeline(request: Request) -> Response:
     body = {
         "schema_version": SCHEMA_VERSION,
         "id": ids.encode(ids.MEDIA, media_id),
-        "state": state,
-        "total_seconds": round(sum(s.seconds for s in found), 6),
-        "sentence": timeline.sentence(found, state=state),
-        "segments": [
-            {
-                "name": s.name,
-                "start": iso_time(s.start),
-                "end": iso_time(s.end),
-                "seconds": round(s.seconds, 6),
-                "attempt": s.attempt,
-                "worker": s.worker,
-                "reason": s.detail,
-            }
-            for s in found
-        ],
-        "moves": [
-            {
-                "subject": m["subject"],
-                "job": m["job_id"] and ids.encode(ids.JOB, m["job_id"]),
-                "from": m["from_state"],
-                "to": m["to_state"],
-                "stage": m["stage"],
-                "at": iso_time(m["at"]),
-                "attempt": m["attempt"],
-                "worker": m["worker"],
-                "reason": m["code"],
-            }
-            for m in moves
-        ],
+        **shown_timeline(found, moves, state=state),
     }
     return json_response(body, 200, {"Cache-Control": "private, no-cache"})
 
@@ -459,9 +430,11 @@ async def process_media(request: Request) -> Response:
     here = services(request)
     media_id = path_id(request, ids.MEDIA, "media_id")
     raw = await json_body(request)
-    wanted = _parse(Process, raw)
+    wanted = parse_body(Process, raw)
     route = "/v1/media/{media_id}/process"
-    key = _key(request, sender, idempotency.fingerprint("json", str(media_id), raw), route=route)
+    key = idempotency_key(
+        request, sender, idempotency.fingerprint("json", str(media_id), raw), route=route
+    )
     async with db.transaction(here.pool) as connection:
 
         async def work() -> Answer:
@@ -706,30 +679,6 @@ def _answered(answer: Answer) -> Response:
     return json_response(body, answer.status, headers)
 
 
-def _key(
-    request: Request, sender: Caller, fingerprint: bytes, *, route: str = "/v1/media"
-) -> idempotency.Key | None:
-    header = request.headers.get("idempotency-key")
-    if header is None:
-        return None
-    key = idempotency.parse(header)
-    return idempotency.Key(sender.tenant_id, request.method, route, key, fingerprint)
-
-
-def _parse(model: type[M], raw: bytes) -> M:
-    try:
-        return model.model_validate_json(raw)
-    except ValidationError as error:
-        faults = error.errors()
-        if any(fault["type"] == "json_invalid" for fault in faults):
-            raise Refused(Code.MALFORMED_REQUEST, "The body is not JSON.") from None
-        raise Refused(
-            Code.INVALID_REQUEST,
-            f"{len(faults)} field(s) are not valid.",
-            errors=pointers(faults),
-        ) from None
-
-
 def _limit_form(request: Request, most: int) -> None:
     """Refuse a form that is too large, by its announced length or as it comes in."""
     refused = Refused(
@@ -779,45 +728,6 @@ def _form_parts(form: FormData) -> tuple[UploadFile, NewForm]:
             "`metadata` must be JSON.",
             errors=[{"pointer": "/metadata", "detail": "must be a JSON object"}],
         ) from None
-
-
-def _limit(text: str | None) -> int:
-    if text is None:
-        return 50
-    if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) < 1:
-        raise Refused(
-            Code.UNKNOWN_PARAMETER,
-            "limit must be a number from 1.",
-            errors=[{"parameter": "limit", "detail": "must be a number from 1"}],
-        )
-    return min(int(text), 200)
-
-
-def _states(text: str | None) -> list[str] | None:
-    if text is None:
-        return None
-    states = text.split(",")
-    unknown = [s for s in states if s not in set(MediaState)]
-    if unknown:
-        raise Refused(
-            Code.UNKNOWN_PARAMETER,
-            f"state takes {', '.join(MediaState)}.",
-            errors=[{"parameter": "state", "detail": f"{s!r} is no state"} for s in unknown],
-        )
-    return states
-
-
-def _cursor(text: str | None) -> UUID | None:
-    if text is None:
-        return None
-    position = ids.decode("cur", text)
-    if position is None:
-        raise Refused(
-            Code.UNKNOWN_PARAMETER,
-            "The cursor is not one that this list gave out.",
-            errors=[{"parameter": "cursor", "detail": "is not valid"}],
-        )
-    return position
 
 
 def _etags(request: Request) -> set[str]:

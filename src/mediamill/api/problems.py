@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 
 from mediamill import db
+from mediamill.api.services import pointers
 from mediamill.failures import Code, Failure, Problem, Refused
 
 log = structlog.get_logger()
@@ -97,24 +98,6 @@ async def invalid(request: Request, error: Exception) -> Response:
         Problem(Code.INVALID_REQUEST, f"{len(faults)} field(s) are not valid."),
         errors=pointers(faults),
     )
-
-
-def pointers(faults: list[Any] | Any) -> list[dict[str, str]]:
-    """Pydantic's faults as JSON pointers with a sentence each."""
-    return [
-        {
-            "pointer": "".join(
-                f"/{_escaped(p)}" for p in fault["loc"] if p not in ("body", "[key]")
-            ),
-            "code": fault["type"],
-            "detail": fault["msg"],
-        }
-        for fault in faults
-    ]
-
-
-def _escaped(part: object) -> str:
-    return str(part).replace("~", "~0").replace("/", "~1")  # RFC 6901
 
 
 async def http_error(request: Request, error: Exception) -> Response:

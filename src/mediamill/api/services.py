@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Final
+from enum import StrEnum
+from typing import Any, Final, TypeVar
+from urllib.parse import urlencode
 from uuid import UUID
 
+from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mediamill import db, ids
+from mediamill import db, idempotency, ids, timeline
 from mediamill.config import Settings
 from mediamill.estimates import Forecaster
 from mediamill.failures import BY_NAME, Code, Problem, Refused
@@ -20,7 +24,10 @@ from mediamill.installation import Installation
 from mediamill.keys import Caller, Keychain
 from mediamill.storage.local import LocalStorage
 
+M = TypeVar("M", bound=BaseModel)
+
 JSON: Final = "application/json"
+_CURSOR: Final = "cur"
 MAX_JSON_BYTES: Final = 1 << 20
 
 
@@ -113,3 +120,145 @@ def shown_error(stored: dict[str, Any] | None) -> dict[str, Any] | None:
 def iso_time(value: datetime | None) -> str | None:
     """RFC 3339 in UTC."""
     return None if value is None else value.astimezone(UTC).isoformat().replace("+00:00", "Z")
+
+
+def parse_body(model: type[M], raw: bytes) -> M:
+    """A JSON body by its model. Raises Refused with every fault and its path."""
+    try:
+        return model.model_validate_json(raw)
+    except ValidationError as error:
+        faults = error.errors()
+        if any(fault["type"] == "json_invalid" for fault in faults):
+            raise Refused(Code.MALFORMED_REQUEST, "The body is not JSON.") from None
+        raise Refused(
+            Code.INVALID_REQUEST,
+            f"{len(faults)} field(s) are not valid.",
+            errors=pointers(faults),
+        ) from None
+
+
+def pointers(faults: Iterable[Any]) -> list[dict[str, str]]:
+    """Pydantic's faults as JSON pointers with a sentence each."""
+    return [
+        {
+            "pointer": "".join(
+                f"/{_escaped(p)}" for p in fault["loc"] if p not in ("body", "[key]")
+            ),
+            "code": fault["type"],
+            "detail": fault["msg"],
+        }
+        for fault in faults
+    ]
+
+
+def _escaped(part: object) -> str:
+    return str(part).replace("~", "~0").replace("/", "~1")  # RFC 6901
+
+
+def idempotency_key(
+    request: Request, sender: Caller, fingerprint: bytes, *, route: str
+) -> idempotency.Key | None:
+    """The Idempotency-Key of a create in its scope. Raises Refused."""
+    header = request.headers.get("idempotency-key")
+    if header is None:
+        return None
+    key = idempotency.parse(header)
+    return idempotency.Key(sender.tenant_id, request.method, route, key, fingerprint)
+
+
+def chosen(request: Request, name: str, known: type[StrEnum]) -> list[str] | None:
+    """Values of a filter that takes several, separated by commas. Raises Refused."""
+    text = request.query_params.get(name)
+    if text is None:
+        return None
+    values = text.split(",")
+    unknown = [v for v in values if v not in set(known)]
+    if unknown:
+        raise Refused(
+            Code.UNKNOWN_PARAMETER,
+            f"{name} takes {', '.join(known)}.",
+            errors=[{"parameter": name, "detail": f"{v!r} is not one of them"} for v in unknown],
+        )
+    return values
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A page of a list, newest first: ids sort by time, so a cursor is where a page ended."""
+
+    limit: int
+    before: UUID | None
+
+    @classmethod
+    def of(cls, request: Request) -> Page:
+        """From `limit` (default 50, at most 200) and `cursor`. Raises Refused."""
+        limit = request.query_params.get("limit", "50")
+        if not limit.isascii() or not limit.isdigit() or len(limit) > 9 or int(limit) < 1:
+            raise _bad_parameter("limit", "must be a number from 1")
+        text = request.query_params.get("cursor")
+        before = None if text is None else ids.decode(_CURSOR, text)
+        if text is not None and before is None:
+            raise _bad_parameter("cursor", "is not one that this list gave out")
+        return cls(min(int(limit), 200), before)
+
+    def response(
+        self, request: Request, path: str, rows: Sequence[Any], shown: Sequence[dict[str, Any]]
+    ) -> Response:
+        """The page; `rows` holds one more than the limit when there is a next one."""
+        cursor = None
+        headers = {"Cache-Control": "private, no-cache"}
+        if len(rows) > self.limit:
+            cursor = ids.encode(_CURSOR, rows[self.limit - 1]["id"])
+            kept = {k: v for k, v in request.query_params.items() if k != "cursor"}
+            headers["Link"] = f'<{path}?{urlencode({**kept, "cursor": cursor})}>; rel="next"'
+        body = {
+            "schema_version": 1,
+            "data": list(shown[: self.limit]),
+            "next_cursor": cursor,
+        }
+        return json_response(body, 200, headers)
+
+
+def shown_timeline(
+    found: Sequence[timeline.Segment], moves: Sequence[db.Row], *, state: str
+) -> dict[str, Any]:
+    """Segments, their sum, one sentence, and the moves that they come from."""
+    return {
+        "state": state,
+        "total_seconds": round(sum(s.seconds for s in found), 6),
+        "sentence": timeline.sentence(found, state=state),
+        "segments": [
+            {
+                "name": s.name,
+                "start": iso_time(s.start),
+                "end": iso_time(s.end),
+                "seconds": round(s.seconds, 6),
+                "attempt": s.attempt,
+                "worker": s.worker,
+                "reason": s.detail,
+            }
+            for s in found
+        ],
+        "moves": [
+            {
+                "subject": m["subject"],
+                "job": m["job_id"] and ids.encode(ids.JOB, m["job_id"]),
+                "from": m["from_state"],
+                "to": m["to_state"],
+                "stage": m["stage"],
+                "at": iso_time(m["at"]),
+                "attempt": m["attempt"],
+                "worker": m["worker"],
+                "reason": m["code"],
+            }
+            for m in moves
+        ],
+    }
+
+
+def _bad_parameter(name: str, detail: str) -> Refused:
+    return Refused(
+        Code.UNKNOWN_PARAMETER,
+        f"{name} {detail}.",
+        errors=[{"parameter": name, "detail": detail}],
+    )

@@ -20,7 +20,7 @@ from starlette.responses import (
     Response,
 )
 
-from mediamill import db, signing, storage, uploads, variants
+from mediamill import db, failpoints, signing, storage, uploads, variants
 from mediamill.api.services import services
 from mediamill.failures import Code, Refused
 from mediamill.storage import AlreadyStored
@@ -63,6 +63,7 @@ async def put_object(request: Request) -> Response:
                 await receiver.write(bytes(buffer))
                 buffer.clear()
         await receiver.write(bytes(buffer))
+        failpoints.hit("api.put")
         if receiver.written != size:
             raise Refused(Code.MALFORMED_REQUEST, "The upload ended before its announced length.")
         stored = await receiver.commit()

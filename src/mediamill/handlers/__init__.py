@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mediamill.config import Settings
-from mediamill.jobs import Birth, Claim
+from mediamill.jobs import Birth, Claim, NewJob
 from mediamill.media import Description, Original
 from mediamill.recipes import Recipe
 from mediamill.sandbox import Jail
@@ -49,7 +49,14 @@ class Reroute:
     births: tuple[Birth, ...] = ()
 
 
-Outcome = Done | Reroute
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """These children first: the job is queued again when the last one has completed."""
+
+    children: tuple[NewJob, ...]
+
+
+Outcome = Done | Reroute | Wait
 
 
 class Work(Protocol):

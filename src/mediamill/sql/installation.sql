@@ -71,3 +71,13 @@ RETURNING 1
 -- name: use_key
 UPDATE api_keys SET last_used_at = now()
 WHERE id = $1 AND (last_used_at IS NULL OR last_used_at < now() - interval '1 minute')
+
+-- name: drain_requested
+SELECT drain_requested FROM workers WHERE id = $1
+
+-- name: request_drain
+UPDATE workers SET drain_requested = true WHERE id = $1 RETURNING 1
+
+-- name: workers
+SELECT id, host, pid, version, slots, sandbox, started_at, seen_at, stopping, drain_requested
+FROM workers WHERE seen_at > now() - interval '15 seconds' ORDER BY started_at

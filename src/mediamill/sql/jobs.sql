@@ -1,9 +1,45 @@
 -- The life of a job, in order. Every write of a worker names its fence and finds no row once the
 -- lease is lost. `moves:` lines are compared with states.py by a test.
 
+-- name: enqueue
+-- moves: job -> queued
+-- New jobs of one tenant, as parallel arrays. One that is already there by its dedup key, or as this
+-- child of its parent, is left as it is and does not come back.
+WITH wanted AS (
+    SELECT * FROM unnest($2::uuid[], $3::text[], $4::int[], $5::text[], $6::jsonb[], $7::int[],
+                         $8::interval[], $9::int[], $10::float8[], $11::text[], $12::text[],
+                         $13::real[])
+        WITH ORDINALITY AS w (id, kind, schema_version, queue, payload, priority, delay,
+                              max_attempts, timeout_seconds, dedup_key, child_key, weight, position)
+), born AS (
+    INSERT INTO jobs (tenant_id, id, state, kind, queue, role, schema_version, payload, priority,
+                      run_at, max_attempts, timeout_seconds, dedup_key, parent_id, child_key, weight,
+                      turn)
+    SELECT $1, id, 'queued', kind, queue, 'job', schema_version, payload, priority,
+           now() + delay, max_attempts, timeout_seconds, dedup_key, $14::uuid, child_key, weight,
+           mediamill_turn(queue, priority, $1)
+               + row_number() OVER (PARTITION BY queue, priority ORDER BY position) - 1
+    FROM wanted
+    ON CONFLICT DO NOTHING
+    RETURNING tenant_id, id, queue, priority, turn, run_at
+), logged AS (
+    INSERT INTO transitions (tenant_id, subject, job_id, to_state)
+    SELECT tenant_id, 'job', id, 'queued' FROM born
+), announced AS (
+    INSERT INTO events (tenant_id, type, job_id, data)
+    SELECT tenant_id, 'job.queued', id, jsonb_build_object('state', 'queued') FROM born
+)
+SELECT id, queue, priority, turn FROM born
+
+-- name: duplicate
+-- The live job that holds a dedup key.
+SELECT id FROM jobs
+WHERE tenant_id = $1 AND kind = $2 AND dedup_key = $3 AND state IN ('queued', 'processing')
+
 -- name: claim
 -- moves: job queued -> processing, media queued -> processing
--- Claims those of the given jobs that are claimable; the others are dropped. One attempt, one fence.
+-- Claims those of the given jobs that are claimable and of a kind and version ($6, $7) that this
+-- worker knows; the others are left as they are. One attempt, one fence.
 WITH claimed AS (
     UPDATE jobs AS j
     SET state = 'processing', attempt = j.attempt + 1, fence = j.fence + 1, worker = $3,
@@ -12,6 +48,7 @@ WITH claimed AS (
     FROM unnest($1::text[], $2::uuid[], $5::text[]) AS ticket (tenant_id, id, queue)
     WHERE j.tenant_id = ticket.tenant_id AND j.id = ticket.id AND j.queue = ticket.queue
       AND j.state = 'queued' AND j.run_at <= now()
+      AND (j.kind, j.schema_version) IN (SELECT * FROM unnest($6::text[], $7::int[]))
     RETURNING j.*
 ), followed AS (
     UPDATE media AS m
@@ -39,16 +76,60 @@ WITH claimed AS (
 )
 SELECT c.tenant_id, c.id, c.kind, c.queue, c.role, c.schema_version, c.media_id, c.recipe,
        c.recipe_version, c.generation, c.payload, c.attempt, c.max_attempts, c.crashes,
-       c.resource_failures, c.fence, c.priority, c.queued_at, c.started_at
+       c.resource_failures, c.fence, c.priority, c.turn, c.queued_at, c.started_at, c.parent_id,
+       c.timeout_seconds
 FROM claimed AS c
 
+-- name: unclaimed
+-- Those of the given jobs that wait and are due, but that this worker left alone.
+SELECT j.tenant_id, j.id, j.queue, j.priority, j.turn, j.kind
+FROM jobs AS j
+JOIN unnest($1::text[], $2::uuid[], $3::text[]) AS ticket (tenant_id, id, queue)
+  ON j.tenant_id = ticket.tenant_id AND j.id = ticket.id AND j.queue = ticket.queue
+WHERE j.state = 'queued' AND j.run_at <= now()
+
+-- name: kinds_of
+SELECT j.tenant_id, j.id, j.kind
+FROM jobs AS j
+JOIN unnest($1::text[], $2::uuid[]) AS ticket (tenant_id, id)
+  ON j.tenant_id = ticket.tenant_id AND j.id = ticket.id
+WHERE j.state = 'queued'
+
+-- name: running
+-- Jobs that hold a slot somewhere, by queue and kind; those that wait for children hold none.
+SELECT queue, kind, count(*)::int AS jobs FROM jobs
+WHERE state = 'processing' AND lease_until IS NOT NULL
+  AND (queue = ANY($1::text[]) OR kind = ANY($2::text[]))
+GROUP BY queue, kind
+
+-- name: lock_cap
+-- Claims against a cap of the whole fleet take turns.
+SELECT pg_advisory_xact_lock(hashtextextended($1, 0))
+
 -- name: renew
--- Renews the leases of one process in one statement. Jobs that do not come back are lost.
-UPDATE jobs AS j SET lease_until = now() + $4::interval
-FROM unnest($1::text[], $2::uuid[], $3::bigint[]) AS mine (tenant_id, id, fence)
-WHERE j.tenant_id = mine.tenant_id AND j.id = mine.id AND j.fence = mine.fence
-  AND j.state = 'processing'
-RETURNING j.id, j.fence, j.cancel_requested
+-- Renews the leases of one process in one statement. Jobs that do not come back are lost. It waits for
+-- no lock, so that a row that somebody holds costs the others nothing: that one comes back unrenewed.
+WITH held AS MATERIALIZED (
+    SELECT j.tenant_id, j.id, j.fence, j.cancel_requested
+    FROM unnest($1::text[], $2::uuid[], $3::bigint[]) AS h (tenant_id, id, fence)
+    JOIN jobs AS j ON j.tenant_id = h.tenant_id AND j.id = h.id AND j.fence = h.fence
+    WHERE j.state = 'processing'
+), free AS MATERIALIZED (
+    SELECT j.tenant_id, j.id, j.fence
+    FROM unnest($1::text[], $2::uuid[], $3::bigint[]) AS h (tenant_id, id, fence)
+    JOIN jobs AS j ON j.tenant_id = h.tenant_id AND j.id = h.id AND j.fence = h.fence
+    WHERE j.state = 'processing'
+    FOR NO KEY UPDATE OF j SKIP LOCKED
+), renewed AS (
+    UPDATE jobs AS j SET lease_until = now() + $4::interval
+    FROM free
+    WHERE j.tenant_id = free.tenant_id AND j.id = free.id AND j.fence = free.fence
+      AND j.state = 'processing'
+    RETURNING j.tenant_id, j.id, j.cancel_requested
+)
+SELECT h.id, h.fence, r.id IS NOT NULL AS renewed,
+       coalesce(r.cancel_requested, h.cancel_requested) AS cancel_requested
+FROM held AS h LEFT JOIN renewed AS r USING (tenant_id, id)
 
 -- name: advance
 -- Progress inside an attempt, never falling. Also marks the media as changed.
@@ -108,7 +189,43 @@ WITH done AS (
     SELECT tenant_id, 'job.completed', media_id, id, jsonb_build_object('state', 'completed')
     FROM done
 )
-SELECT 1 FROM done
+SELECT CASE WHEN NOT superseded THEN parent_id END AS parent_id FROM done
+
+-- name: complete_many
+-- moves: job processing -> completed
+-- The same for many jobs of one worker, without parent or media, as parallel arrays. One that is not
+-- ours any more, or that somebody has locked, does not come back: the caller asks for it alone.
+WITH ended AS MATERIALIZED (
+    SELECT * FROM unnest($1::text[], $2::uuid[], $3::bigint[], $4::jsonb[], $6::text[], $7::jsonb[])
+        AS e (tenant_id, id, fence, result, log_tail, commands)
+), mine AS MATERIALIZED (
+    SELECT e.*
+    FROM ended AS e
+    JOIN jobs AS j ON j.tenant_id = e.tenant_id AND j.id = e.id AND j.fence = e.fence
+    WHERE j.state = 'processing'
+    FOR NO KEY UPDATE OF j SKIP LOCKED
+), done AS (
+    UPDATE jobs AS j
+    SET state = 'completed', result = m.result, error = NULL, stage = NULL, progress = 100,
+        lease_until = NULL, finished_at = now(), expires_at = now() + $5::interval,
+        version = j.version + 1
+    FROM mine AS m
+    WHERE j.tenant_id = m.tenant_id AND j.id = m.id AND j.fence = m.fence
+      AND j.state = 'processing'
+    RETURNING j.tenant_id, j.id, j.attempt, j.fence, j.worker, m.log_tail, m.commands
+), attempted AS (
+    UPDATE attempts AS a
+    SET finished_at = now(), outcome = 'completed', log_tail = d.log_tail, commands = d.commands
+    FROM done AS d
+    WHERE a.tenant_id = d.tenant_id AND a.job_id = d.id AND a.fence = d.fence
+), logged AS (
+    INSERT INTO transitions (tenant_id, subject, job_id, from_state, to_state, attempt, fence, worker)
+    SELECT tenant_id, 'job', id, 'processing', 'completed', attempt, fence, worker FROM done
+), announced AS (
+    INSERT INTO events (tenant_id, type, job_id, data)
+    SELECT tenant_id, 'job.completed', id, jsonb_build_object('state', 'completed') FROM done
+)
+SELECT id, fence FROM done
 
 -- name: fail
 -- moves: job processing -> failed, media processing -> failed
@@ -155,7 +272,7 @@ WITH ended AS (
            jsonb_build_object('state', 'failed', 'error', $4::jsonb)
     FROM followed
 )
-SELECT 1 FROM ended
+SELECT CASE WHEN NOT superseded THEN parent_id END AS parent_id FROM ended
 
 -- name: requeue
 -- moves: job processing -> queued, media processing -> queued
@@ -200,7 +317,90 @@ WITH back AS (
            jsonb_build_object('state', 'queued', 'reason', $11::text)
     FROM followed
 )
-SELECT queue, priority FROM back
+SELECT queue, priority, turn FROM back
+
+-- name: wait
+-- Suspends a job for its children: it stays `processing`, without lease, worker or slot. $4 children
+-- are still to end; with none the caller queues it at once. The new fence ends the say of the worker
+-- that ran it: a late beat must not give a lease to a job that nobody runs.
+WITH waiting AS (
+    UPDATE jobs
+    SET stage = 'waiting', lease_until = NULL, worker = NULL, pending_children = $4,
+        fence = fence + 1, version = version + 1
+    WHERE tenant_id = $1 AND id = $2 AND fence = $3 AND state = 'processing'
+    RETURNING tenant_id, id, attempt, fence - 1 AS fence, media_id
+), attempted AS (
+    UPDATE attempts AS a
+    SET finished_at = now(), outcome = 'waiting', log_tail = $5, commands = $6
+    FROM waiting AS w
+    WHERE a.tenant_id = w.tenant_id AND a.job_id = w.id AND a.fence = w.fence
+), logged AS (
+    INSERT INTO transitions (tenant_id, subject, media_id, job_id, from_state, to_state, stage,
+                             attempt, fence)
+    SELECT tenant_id, 'job', media_id, id, 'processing', 'processing', 'waiting', attempt, fence
+    FROM waiting
+)
+SELECT 1 FROM waiting
+
+-- name: child_ended
+-- A child reached its end: counted down under the parent's row lock.
+UPDATE jobs SET pending_children = pending_children - 1, version = version + 1
+WHERE tenant_id = $1 AND id = $2 AND state = 'processing' AND pending_children > 0
+RETURNING pending_children, fence
+
+-- name: join
+-- moves: job processing -> queued
+-- The last child ended: the parent is queued to join them, under the same attempt.
+WITH back AS (
+    UPDATE jobs
+    SET state = 'queued', stage = NULL, run_at = now(), queued_at = now(),
+        attempt = attempt - 1, version = version + 1
+    WHERE tenant_id = $1 AND id = $2 AND state = 'processing' AND lease_until IS NULL
+      AND pending_children = 0
+    RETURNING *
+), followed AS (
+    -- The media stays as it is: it is at work.
+    UPDATE media AS m SET version = m.version + 1
+    FROM back AS b
+    WHERE b.role = 'main' AND m.tenant_id = b.tenant_id AND m.id = b.media_id
+), logged AS (
+    INSERT INTO transitions
+        (tenant_id, subject, media_id, job_id, from_state, to_state, attempt, fence, code)
+    SELECT tenant_id, 'job', media_id, id, 'processing', 'queued', attempt, fence, 'children_done'
+    FROM back
+)
+SELECT queue, priority, turn FROM back
+
+-- name: children
+-- The children of a job, in the order in which they were asked for.
+SELECT id, kind, child_key, state, result, error, weight, progress
+FROM jobs WHERE tenant_id = $1 AND parent_id = $2 AND NOT superseded ORDER BY id
+
+-- name: lock_children
+-- The same for a parent that is about to wait for them. Children lock themselves before their parent.
+SELECT id, child_key, state,
+       state = 'canceled' OR (state IN ('queued', 'processing') AND cancel_requested) AS canceled
+FROM jobs WHERE tenant_id = $1 AND parent_id = $2 AND NOT superseded ORDER BY id
+FOR UPDATE
+
+-- name: supersede_child
+-- A child that no longer counts: its end tells its parent nothing, and its name is free for a new one.
+UPDATE jobs SET superseded = true, version = version + 1
+WHERE tenant_id = $1 AND id = $2
+
+-- name: waiting_parent
+-- A parent that waits, for its child's failure or its own cancel: there is no worker to ask.
+SELECT fence, CASE WHEN NOT superseded THEN parent_id END AS parent_id FROM jobs
+WHERE tenant_id = $1 AND id = $2 AND state = 'processing' AND lease_until IS NULL
+FOR UPDATE
+
+-- name: orphaned_children
+-- Children that live on although their parent has ended, or waits for others in their place.
+SELECT c.tenant_id, c.id
+FROM jobs AS p JOIN jobs AS c ON c.tenant_id = p.tenant_id AND c.parent_id = p.id
+WHERE c.parent_id IS NOT NULL AND c.state IN ('queued', 'processing') AND NOT c.cancel_requested
+  AND (c.superseded OR p.state IN ('completed', 'failed', 'canceled'))
+LIMIT $1
 
 -- name: cancel_queued
 -- moves: job queued -> canceled, media queued -> failed
@@ -234,13 +434,19 @@ WITH ended AS (
            jsonb_build_object('state', 'failed', 'error', $3::jsonb)
     FROM followed
 )
-SELECT 1 FROM ended
+SELECT CASE WHEN NOT superseded THEN parent_id END AS parent_id FROM ended
 
 -- name: request_cancel
 -- The worker that holds the job reads this with its next beat and stops.
 UPDATE jobs SET cancel_requested = true, version = version + 1
-WHERE tenant_id = $1 AND id = $2 AND state = 'processing'
+WHERE tenant_id = $1 AND id = $2 AND state = 'processing' AND lease_until IS NOT NULL
 RETURNING 1
+
+-- name: cancel_requested
+-- Asked once more when the work is over but the job would go on: nobody would tell the next worker.
+SELECT cancel_requested FROM jobs
+WHERE tenant_id = $1 AND id = $2 AND fence = $3 AND state = 'processing'
+FOR UPDATE
 
 -- name: cancel_processing
 -- moves: job processing -> canceled, media processing -> failed
@@ -281,7 +487,7 @@ WITH ended AS (
            jsonb_build_object('state', 'failed', 'error', $4::jsonb)
     FROM followed
 )
-SELECT 1 FROM ended
+SELECT CASE WHEN NOT superseded THEN parent_id END AS parent_id FROM ended
 
 -- name: cancel_of_media
 -- The live jobs of a media, for the caller to cancel one by one. Locked together and before the media:
@@ -297,9 +503,15 @@ FOR UPDATE
 WITH back AS (
     UPDATE jobs
     SET state = 'queued', attempt = 0, crashes = 0, resource_failures = 0, dead_letter = false,
-        error = NULL, run_at = now(), queued_at = now(), finished_at = NULL, expires_at = NULL,
-        progress = NULL, cancel_requested = false, generation = $3, version = version + 1
+        error = NULL, queued_at = now(), finished_at = NULL, expires_at = NULL,
+        progress = NULL, cancel_requested = false, generation = $3, discarded_at = NULL,
+        run_at = now() + $4::interval, turn = mediamill_turn(queue, priority, tenant_id),
+        version = version + 1
     WHERE tenant_id = $1 AND id = $2 AND state = 'failed'
+      AND NOT EXISTS (SELECT 1 FROM jobs AS live
+                      WHERE live.tenant_id = $1 AND live.kind = jobs.kind
+                        AND live.dedup_key = jobs.dedup_key
+                        AND live.state IN ('queued', 'processing'))
     RETURNING *
 ), logged AS (
     INSERT INTO transitions
@@ -311,12 +523,22 @@ WITH back AS (
            jsonb_build_object('state', 'queued', 'reason', 'replayed')
     FROM back
 )
-SELECT queue, priority FROM back
+SELECT queue, priority, turn FROM back
 
 -- name: get
-SELECT j.*, m.filename, m.deleted_at AS media_deleted_at
+-- A job; one that waits shows the weighted progress of its children, and their changes as its own.
+SELECT j.*, m.deleted_at AS media_deleted_at, below.progress AS children_progress,
+       coalesce(below.versions, 0)::bigint AS children_versions
 FROM jobs AS j
 LEFT JOIN media AS m ON m.tenant_id = j.tenant_id AND m.id = j.media_id
+LEFT JOIN LATERAL (
+    SELECT (sum(c.weight * CASE WHEN c.state = 'completed' THEN 100
+                                ELSE coalesce(c.progress, 0) END) / sum(c.weight))::real AS progress,
+           sum(c.version) AS versions
+    FROM jobs AS c
+    WHERE c.tenant_id = j.tenant_id AND c.parent_id = j.id AND NOT c.superseded
+      AND j.pending_children > 0
+) AS below ON true
 WHERE j.tenant_id = $1 AND j.id = $2
 
 -- name: attempts
@@ -331,6 +553,74 @@ SELECT count(*) FROM (
       AND ahead.queue = mine.queue AND ahead.state = 'queued'
       AND (ahead.priority > mine.priority
            OR (ahead.priority = mine.priority
-               AND (ahead.queued_at, ahead.id) < (mine.queued_at, mine.id)))
+               AND (ahead.turn, ahead.id) < (mine.turn, mine.id)))
     LIMIT $3
 ) AS counted
+
+-- name: effect
+SELECT result FROM effects WHERE tenant_id = $1 AND job_id = $2 AND key = $3
+
+-- name: record_effect
+-- Under the fence. The lock lets the lease be renewed however long the transaction is; whether the
+-- job is still ours at its end is for `still_hold`.
+INSERT INTO effects (tenant_id, job_id, key, result, fence)
+SELECT tenant_id, id, $4, $5, fence FROM jobs
+WHERE tenant_id = $1 AND id = $2 AND fence = $3 AND state = 'processing'
+FOR KEY SHARE
+ON CONFLICT (tenant_id, job_id, key) DO NOTHING
+RETURNING 1
+
+-- name: still_hold
+-- The last word before a commit: nobody can move the job in between.
+SELECT 1 FROM jobs
+WHERE tenant_id = $1 AND id = $2 AND fence = $3 AND state = 'processing'
+FOR SHARE
+
+-- name: list
+-- Newest first, below the cursor $2; filters that are NULL do not count.
+SELECT * FROM jobs
+WHERE tenant_id = $1
+  AND ($2::uuid IS NULL OR id < $2)
+  AND ($3::text[] IS NULL OR state = ANY($3))
+  AND ($4::text IS NULL OR kind = $4)
+  AND ($5::text IS NULL OR queue = $5)
+ORDER BY id DESC
+LIMIT $6
+
+-- name: dead_letters
+-- Newest first, below the cursor $2; filters that are NULL do not count.
+SELECT j.*, m.deleted_at AS media_deleted_at
+FROM jobs AS j
+LEFT JOIN media AS m ON m.tenant_id = j.tenant_id AND m.id = j.media_id
+WHERE j.tenant_id = $1 AND j.state = 'failed' AND j.dead_letter
+  AND ($2::uuid IS NULL OR j.id < $2)
+  AND ($3::text IS NULL OR j.error ->> 'code' = $3)
+  AND ($4::text IS NULL OR j.kind = $4)
+  AND ($5::text IS NULL OR j.queue = $5)
+  AND ($6::timestamptz IS NULL OR j.finished_at >= $6)
+  AND ($7::timestamptz IS NULL OR j.finished_at < $7)
+ORDER BY j.id DESC
+LIMIT $8
+
+-- name: discard
+-- A dead letter that nobody will replay: it stays failed and leaves the list.
+WITH gone AS (
+    UPDATE jobs SET dead_letter = false, discarded_at = now(), version = version + 1
+    WHERE tenant_id = $1 AND id = $2 AND state = 'failed' AND dead_letter
+    RETURNING tenant_id, id, media_id, attempt, fence
+), logged AS (
+    INSERT INTO transitions (tenant_id, subject, media_id, job_id, from_state, to_state, stage,
+                             attempt, fence, code)
+    SELECT tenant_id, 'job', media_id, id, 'failed', 'failed', 'discarded', attempt, fence,
+           'discarded'
+    FROM gone
+)
+SELECT 1 FROM gone
+
+-- name: attempts_in_full
+SELECT attempt, fence, worker, started_at, finished_at, outcome, error, log_tail, commands
+FROM attempts WHERE tenant_id = $1 AND job_id = $2 ORDER BY fence
+
+-- name: timeline
+SELECT subject, job_id, from_state, to_state, stage, at, attempt, fence, worker, code, details
+FROM transitions WHERE tenant_id = $1 AND job_id = $2 AND subject = 'job' ORDER BY id

@@ -5,15 +5,16 @@
 SELECT pg_try_advisory_xact_lock($1)
 
 -- name: expired_leases
--- Held until the caller has settled them, so that a late beat waits and then finds the job gone.
+-- Held until the caller has settled them, so that a late beat waits and then finds the job gone. A
+-- transaction of an effect that a frozen worker holds open (KEY SHARE) does not keep its job from us.
 SELECT tenant_id, id, kind, queue, role, schema_version, media_id, recipe, recipe_version, generation,
-       payload, attempt, max_attempts, crashes, resource_failures, fence, priority, queued_at,
-       started_at, worker, cancel_requested
+       payload, attempt, max_attempts, crashes, resource_failures, fence, priority, turn, queued_at,
+       started_at, parent_id, timeout_seconds, worker, cancel_requested
 FROM jobs
 WHERE state = 'processing' AND lease_until < now()
 ORDER BY lease_until
 LIMIT $1
-FOR UPDATE SKIP LOCKED
+FOR NO KEY UPDATE SKIP LOCKED
 
 -- name: server_age
 SELECT extract(epoch FROM now() - pg_postmaster_start_time())::float8
@@ -21,13 +22,13 @@ SELECT extract(epoch FROM now() - pg_postmaster_start_time())::float8
 -- name: orphans
 -- Due jobs that should long have been claimed and have no waiting ticket. Only the head of each queue
 -- is looked at: whoever is further back has not been passed over.
-SELECT j.tenant_id, j.id, j.queue, j.priority
+SELECT j.tenant_id, j.id, j.queue, j.priority, j.turn
 FROM unnest($1::text[]) AS q (queue)
 CROSS JOIN LATERAL (
-    SELECT tenant_id, id, queue, priority FROM jobs
+    SELECT tenant_id, id, queue, priority, turn FROM jobs
     WHERE queue = q.queue AND state = 'queued'
       AND run_at < now() - $2::interval AND queued_at < now() - $2::interval
-    ORDER BY priority DESC, queued_at, id
+    ORDER BY priority DESC, turn, id
     LIMIT $3
 ) AS j
 WHERE NOT EXISTS (
@@ -125,3 +126,8 @@ FROM jobs WHERE state IN ('queued', 'processing') GROUP BY queue
 SELECT count(*) AS jobs,
        coalesce(extract(epoch FROM now() - min(finished_at)), 0)::float8 AS oldest_seconds
 FROM jobs WHERE state = 'failed' AND dead_letter
+
+-- name: wanted_uploads
+-- Which of these media still want their uploaded bytes.
+SELECT id FROM media
+WHERE tenant_id = $1 AND id = ANY($2::uuid[]) AND deleted_at IS NULL AND state <> 'expired'

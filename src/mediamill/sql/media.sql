@@ -26,13 +26,13 @@ WITH accepted AS (
     RETURNING *
 ), born AS (
     INSERT INTO jobs (tenant_id, id, state, kind, queue, role, media_id, recipe, recipe_version,
-                      generation, priority, max_attempts)
+                      generation, priority, max_attempts, turn)
     SELECT a.tenant_id, j.id, 'queued', j.kind, j.queue, j.role, a.id, a.recipe, a.recipe_version,
-           a.generation, j.priority, $10
+           a.generation, j.priority, $10, mediamill_turn(j.queue, j.priority, a.tenant_id)
     FROM accepted AS a,
          unnest($5::uuid[], $6::text[], $7::text[], $8::text[], $9::int[])
              AS j (id, kind, queue, role, priority)
-    RETURNING tenant_id, id, media_id, role
+    RETURNING tenant_id, id, media_id, role, turn
 ), logged AS (
     INSERT INTO transitions (tenant_id, subject, media_id, job_id, from_state, to_state)
     SELECT tenant_id, 'media', id, NULL::uuid, 'awaiting_upload', 'uploaded' FROM accepted
@@ -49,24 +49,24 @@ WITH accepted AS (
     UNION ALL
     SELECT tenant_id, 'job.queued', media_id, id, jsonb_build_object('state', 'queued') FROM born
 )
-SELECT * FROM accepted
+SELECT (SELECT jsonb_object_agg(id, turn) FROM born) AS turns FROM accepted
 
 -- name: add_jobs
 -- moves: job -> queued
 -- More jobs for a media that is already accepted (the preview of a video that came as an image).
 WITH born AS (
     INSERT INTO jobs (tenant_id, id, state, kind, queue, role, media_id, recipe, recipe_version,
-                      generation, priority, max_attempts)
+                      generation, priority, max_attempts, turn)
     SELECT m.tenant_id, $3, 'queued', $4, $5, $6, m.id, m.recipe, m.recipe_version, m.generation,
-           $7, $8
+           $7, $8, mediamill_turn($5, $7, m.tenant_id)
     FROM media AS m
     WHERE m.tenant_id = $1 AND m.id = $2 AND m.deleted_at IS NULL
-    RETURNING tenant_id, id, media_id
+    RETURNING tenant_id, id, media_id, turn
 ), logged AS (
     INSERT INTO transitions (tenant_id, subject, media_id, job_id, to_state)
     SELECT tenant_id, 'job', media_id, id, 'queued' FROM born
 )
-SELECT 1 FROM born
+SELECT turn FROM born
 
 -- name: expire
 -- moves: media awaiting_upload -> expired
@@ -99,10 +99,11 @@ WITH again AS (
     RETURNING m.*, was.state AS was_state
 ), born AS (
     INSERT INTO jobs (tenant_id, id, state, kind, queue, role, media_id, recipe, recipe_version,
-                      generation, priority, max_attempts)
-    SELECT tenant_id, $3, 'queued', $6, $7, 'main', id, recipe, recipe_version, generation, 0, $8
+                      generation, priority, max_attempts, turn)
+    SELECT tenant_id, $3, 'queued', $6, $7, 'main', id, recipe, recipe_version, generation, 0, $8,
+           mediamill_turn($7, 0, tenant_id)
     FROM again
-    RETURNING tenant_id, id, media_id
+    RETURNING tenant_id, id, media_id, turn
 ), logged AS (
     INSERT INTO transitions (tenant_id, subject, media_id, job_id, from_state, to_state, code)
     SELECT tenant_id, 'media', id, NULL::uuid, was_state, 'queued', 'reprocess' FROM again
@@ -116,7 +117,7 @@ WITH again AS (
     UNION ALL
     SELECT tenant_id, 'job.queued', media_id, id, jsonb_build_object('state', 'queued') FROM born
 )
-SELECT generation FROM again
+SELECT generation, (SELECT turn FROM born) AS turn FROM again
 
 -- name: replayed
 -- moves: media failed -> queued

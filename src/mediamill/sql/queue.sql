@@ -1,8 +1,36 @@
 -- Statements on the queue engine's own table, which PgQueuer creates and owns. {queue} is its name.
 
--- name: consume
--- The tickets are used up; in the transaction that takes them, so a crash in between gives them back.
-DELETE FROM {queue} WHERE id = ANY($1::bigint[])
+-- name: take_function
+-- Due tickets, the best of each queue up to its room. They are used up in the transaction that takes
+-- them, so a crash gives them back. The engine's own statement marks them first, to delete them later,
+-- and takes one number for all queues. The settings leave the planner one way, down the index
+-- (entrypoint, priority DESC, id): a plan made for a short queue would read all of a long one.
+CREATE OR REPLACE FUNCTION mediamill_take(queues text[], rooms int[])
+RETURNS TABLE (queue text, payload bytea, priority int, id bigint)
+LANGUAGE plpgsql
+SET enable_sort = off SET enable_seqscan = off SET plan_cache_mode = force_generic_plan
+AS $$
+#variable_conflict use_column
+BEGIN
+    RETURN QUERY
+    DELETE FROM {queue} AS t
+    WHERE t.id = ANY (ARRAY (
+        SELECT due.id
+        FROM unnest(queues, rooms) AS q (queue, room)
+        CROSS JOIN LATERAL (
+            SELECT w.id FROM {queue} AS w
+            WHERE w.entrypoint = q.queue AND w.status = 'queued' AND w.execute_after <= now()
+            ORDER BY w.priority DESC, w.id
+            LIMIT q.room
+            FOR UPDATE SKIP LOCKED
+        ) AS due
+    ))
+    RETURNING t.entrypoint, t.payload, t.priority, t.id;
+END
+$$
+
+-- name: take
+SELECT queue, payload, priority, id FROM mediamill_take($1, $2)
 
 -- name: waiting
 -- Tickets that wait, by queue.
@@ -13,6 +41,22 @@ FROM {queue} WHERE status = 'queued' GROUP BY entrypoint
 -- The sweep asks "has this job a waiting ticket?" for many jobs.
 CREATE INDEX IF NOT EXISTS mediamill_ticket_payload ON {queue} (payload) WHERE status = 'queued'
 
--- name: prune_log
--- The engine logs each ticket; our own transitions say more, so its log is kept short.
-DELETE FROM {log} WHERE created < now() - interval '10 minutes'
+-- name: ring_for_new
+-- The engine notifies of every change; workers need to hear of new tickets only, and a notification
+-- makes commits wait for each other.
+CREATE OR REPLACE TRIGGER {trigger} AFTER INSERT ON {queue}
+FOR EACH STATEMENT EXECUTE FUNCTION {trigger}()
+
+-- name: log_nothing
+-- The engine logs each ticket in a table with five indexes; our own transitions say more.
+CREATE OR REPLACE FUNCTION mediamill_ticket_unlogged() RETURNS trigger LANGUAGE plpgsql
+AS 'BEGIN RETURN NULL; END'
+
+-- name: log_nothing_at_insert
+CREATE OR REPLACE TRIGGER mediamill_ticket_unlogged BEFORE INSERT ON {log}
+FOR EACH ROW EXECUTE FUNCTION mediamill_ticket_unlogged()
+
+-- name: vacuum_often
+-- Tickets come and go: a hundredth of a large backlog is already much that is dead.
+ALTER TABLE {queue} SET (autovacuum_vacuum_scale_factor = 0.01, autovacuum_vacuum_threshold = 1000,
+                         autovacuum_analyze_scale_factor = 0.02, autovacuum_vacuum_cost_delay = 0)

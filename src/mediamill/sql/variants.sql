@@ -42,3 +42,14 @@ VALUES ($1, $2, $3, $4, $5, now(), now() + interval '1 hour')
 ON CONFLICT (tenant_id, media_id, recipe, recipe_version, set_id)
 DO UPDATE SET expires_at = greatest(sets.expires_at, now() + interval '1 hour')
 WHERE sets.superseded_at IS NOT NULL
+
+-- name: withdraw
+-- Takes the place of a set that nobody has: until the caller commits, nobody else can reserve it.
+INSERT INTO sets (tenant_id, media_id, recipe, recipe_version, set_id, superseded_at, expires_at)
+VALUES ($1, $2, $3, $4, $5, now(), now())
+ON CONFLICT DO NOTHING
+RETURNING 1
+
+-- name: forget_withdrawn
+DELETE FROM sets
+WHERE tenant_id = $1 AND media_id = $2 AND recipe = $3 AND recipe_version = $4 AND set_id = $5

@@ -1,0 +1,168 @@
+"""/v1/dead-letters: jobs whose attempts are used up, until they are replayed or discarded."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mediamill import db, ids, jobs, media
+from mediamill.api.jobs import shown_job
+from mediamill.api.services import (
+    Page,
+    caller,
+    iso_time,
+    json_body,
+    json_response,
+    known_parameters,
+    parse_body,
+    path_id,
+    services,
+    shown_error,
+)
+from mediamill.failures import Code, Refused
+
+SCHEMA_VERSION: Final = 1
+_MOST: Final = 10_000
+_BATCH: Final = 500
+
+
+class Which(BaseModel):
+    """Which dead letters are meant; a field that is left out does not restrict."""
+
+    model_config = ConfigDict(extra="forbid", strict=False)
+
+    code: str | None = Field(default=None, max_length=64)
+    kind: str | None = Field(default=None, max_length=128)
+    queue: str | None = Field(default=None, max_length=32)
+    since: datetime | None = None
+    until: datetime | None = None
+
+    def filter(self) -> jobs.Filter:
+        return jobs.Filter(
+            code=self.code,
+            kind=self.kind,
+            queue=self.queue,
+            since=_aware(self.since),
+            until=_aware(self.until),
+        )
+
+
+class ReplayMany(BaseModel):
+    """Replay all that fit, so many a second."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    filter: Which = Field(default_factory=Which)
+    rate_per_second: float = Field(default=10.0, gt=0, le=10_000)
+    limit: int = Field(default=_MOST, ge=1, le=_MOST)
+
+
+async def list_dead_letters(request: Request) -> Response:
+    """Newest first, by `code`, `kind`, `queue`, `since` and `until` (RFC 3339)."""
+    sender = await caller(request, "dlq:manage")
+    names = ("code", "kind", "queue", "since", "until")
+    known_parameters(request, "limit", "cursor", *names)
+    here = services(request)
+    page = Page.of(request)
+    given = {n: request.query_params[n] for n in names if n in request.query_params}
+    which = parse_body(Which, _json(given))
+    async with db.acquire(here.pool) as connection:
+        rows = await jobs.dead_letters(
+            connection,
+            sender.tenant_id,
+            which.filter(),
+            before=page.before,
+            limit=page.limit + 1,
+        )
+    return page.response(request, "/v1/dead-letters", rows, [shown_job(r, [], None) for r in rows])
+
+
+async def read_dead_letter(request: Request) -> Response:
+    """A failed job with every attempt: its error, its commands and the last words of its tools."""
+    sender = await caller(request, "dlq:manage")
+    here = services(request)
+    job_id = path_id(request, ids.JOB, "job_id")
+    async with db.acquire(here.pool) as connection:
+        row = await jobs.get(connection, sender.tenant_id, job_id)
+        if row is None:
+            raise Refused(Code.NOT_FOUND)
+        tried = await jobs.attempts_in_full(connection, sender.tenant_id, job_id)
+    body = shown_job(row, [], None) | {
+        "attempts": [
+            {
+                "attempt": a["attempt"],
+                "fence": a["fence"],
+                "worker": a["worker"],
+                "started_at": iso_time(a["started_at"]),
+                "finished_at": iso_time(a["finished_at"]),
+                "outcome": a["outcome"],
+                "error": shown_error(a["error"]),
+                "log_tail": a["log_tail"],
+                "commands": a["commands"],
+            }
+            for a in tried
+        ],
+    }
+    return json_response(body, 200, {"Cache-Control": "private, no-store"})
+
+
+async def replay_dead_letters(request: Request) -> Response:
+    """Replay every dead letter that fits the filter, at a rate: each is queued for its second."""
+    sender = await caller(request, "dlq:manage")
+    here = services(request)
+    wanted = parse_body(ReplayMany, await json_body(request))
+    replayed = 0
+    before = None
+    while replayed < wanted.limit:
+        # In batches, so that no transaction is long; a repeat goes on where this one ended.
+        async with db.transaction(here.pool) as connection:
+            rows = await jobs.dead_letters(
+                connection,
+                sender.tenant_id,
+                wanted.filter.filter(),
+                before=before,
+                limit=min(_BATCH, wanted.limit - replayed),
+            )
+            for row in rows:
+                delay = replayed / wanted.rate_per_second
+                if await media.replay(connection, sender.tenant_id, row, delay_seconds=delay):
+                    replayed += 1
+        if not rows:
+            break
+        before = rows[-1]["id"]
+    body = {
+        "schema_version": SCHEMA_VERSION,
+        "replayed": replayed,
+        "seconds": round(replayed / wanted.rate_per_second, 1),
+    }
+    return json_response(body, 202)
+
+
+async def discard_dead_letter(request: Request) -> Response:
+    """Take a dead letter off the list for good. The job stays failed; its history is kept."""
+    sender = await caller(request, "dlq:manage")
+    here = services(request)
+    job_id = path_id(request, ids.JOB, "job_id")
+    async with db.transaction(here.pool) as connection:
+        row = await jobs.get(connection, sender.tenant_id, job_id)
+        if row is None:
+            raise Refused(Code.NOT_FOUND)
+        if not await jobs.discard(connection, sender.tenant_id, job_id):
+            raise Refused(Code.WRONG_STATE, "It is no dead letter.")
+        row = await jobs.get(connection, sender.tenant_id, job_id)
+        assert row is not None
+    return json_response(shown_job(row, [], None))
+
+
+def _aware(moment: datetime | None) -> datetime | None:
+    return moment.replace(tzinfo=UTC) if moment is not None and moment.tzinfo is None else moment
+
+
+def _json(given: dict[str, Any]) -> bytes:
+    import json
+
+    return json.dumps(given).encode()
