@@ -228,15 +228,18 @@ async def test_a_source_on_another_disk_is_copied(
 
 
 @pytest.mark.anyio
-async def test_only_what_crashed_writers_left_long_ago_is_swept(
+async def test_only_what_crashed_writers_and_deletions_left_long_ago_is_swept(
     store: LocalStorage, tmp_path: Path
 ) -> None:
     await store.put("media/t/a", write(tmp_path, b"x"))
     left = await store.receive("uploads/t/a")
     await left.write(b"half")
+    half_removed = store.root / ".incoming" / "folder"
+    half_removed.mkdir()
+    (half_removed / "object").write_bytes(b"x")
     now = time.time()
     assert store.sweep_incoming(older_than_seconds=60, now=now) == 0
-    assert store.sweep_incoming(older_than_seconds=60, now=now + 120) == 1
+    assert store.sweep_incoming(older_than_seconds=60, now=now + 120) == 2
     assert os.listdir(store.root / ".incoming") == []
     assert await store.stat("media/t/a") is not None
     left.abort()

@@ -90,17 +90,17 @@ class LocalStorage:
 
     def _delete(self, prefix: str) -> int:
         path = self.path(prefix)
-        if path.is_dir():
-            count = sum(len(files) for _, _, files in os.walk(path))
-            shutil.rmtree(path, ignore_errors=True)
-            if path.exists():  # a writer was at work in it; what it wrote goes too
-                shutil.rmtree(path)
+        removed = self._incoming()
+        try:  # out of the way in one step: no writer at work in it trips over the removal
+            os.rename(path, removed)
+        except (FileNotFoundError, NotADirectoryError):  # there is none, or another removed it
+            return 0
+        if removed.is_dir():
+            count = sum(len(files) for _, _, files in os.walk(removed))
+            shutil.rmtree(removed)
         else:
-            try:
-                path.unlink()
-                count = 1
-            except (FileNotFoundError, NotADirectoryError):
-                return 0
+            count = 1
+            removed.unlink()
         self._prune(path.parent)
         return count
 
@@ -170,14 +170,20 @@ class LocalStorage:
         stored = _stored(os.stat(incoming))  # the same inode as under its name
         path = self.path(key)
         while True:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            except (FileExistsError, FileNotFoundError):
+                # A concurrent delete removed one of the folders; or an object has its name.
+                if path.parent.is_file():
+                    raise
+                continue
             try:
                 os.link(incoming, path)
                 break
             except FileExistsError:
                 raise AlreadyStored(key) from None
             except FileNotFoundError:
-                # A concurrent delete pruned the empty folder; or the incoming file is gone.
+                # The empty folder was removed again; or the incoming file is gone.
                 if not incoming.exists():
                     raise
         with suppress(FileNotFoundError):  # deleted again already
@@ -185,12 +191,15 @@ class LocalStorage:
         return stored
 
     def sweep_incoming(self, *, older_than_seconds: float, now: float) -> int:
-        """Remove what crashed writers left behind."""
+        """Remove what crashed writers and deletions left behind."""
         swept = 0
         for entry in os.scandir(self.root / _INCOMING):
             with suppress(FileNotFoundError):
                 if now - entry.stat().st_ctime > older_than_seconds:
-                    os.unlink(entry.path)
+                    if entry.is_dir(follow_symlinks=False):
+                        shutil.rmtree(entry.path)
+                    else:
+                        os.unlink(entry.path)
                     swept += 1
         return swept
 
