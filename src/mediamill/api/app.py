@@ -18,7 +18,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mediamill import __version__
-from mediamill.api import health, jobs, media, problems, storage
+from mediamill import recipes as recipe_book
+from mediamill.api import health, jobs, media, problems, recipes, storage
 from mediamill.api.services import Services
 from mediamill.failures import BY_NAME, Code, Refused
 from mediamill.observability import Metrics
@@ -100,6 +101,18 @@ _PROCESS_BODY: Final = {
         "content": {"application/json": {"schema": media.Process.model_json_schema()}},
     }
 }
+_RECIPE_BODY: Final = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/json": {"schema": recipe_book.schema()}},
+    }
+}
+_VERSION_QUERY: Final = {
+    "parameters": [
+        {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}},
+        {"name": "version", "in": "query", "schema": {"type": "integer", "minimum": 1}},
+    ]
+}
 
 _LIST_QUERY: Final = {
     "parameters": [
@@ -130,6 +143,13 @@ _ROUTES: Final[tuple[_Route, ...]] = (
         _PROCESS_BODY,
     ),
     _Route("/v1/media/{media_id}/variants/{name}", "GET", media.read_variant, 307),
+    _Route("/v1/recipes", "GET", recipes.list_recipes),
+    _Route(
+        "/v1/recipes/validate", "POST", recipes.validate_recipe, 200, recipes.Verdict, _RECIPE_BODY
+    ),
+    _Route(
+        "/v1/recipes/{name}", "GET", recipes.read_recipe, 200, recipes.RecipeBody, _VERSION_QUERY
+    ),
     _Route("/v1/jobs/{job_id}", "GET", jobs.read_job),
     _Route("/v1/jobs/{job_id}/cancel", "POST", jobs.cancel_job, 202),
     _Route("/v1/jobs/{job_id}/replay", "POST", jobs.replay_job, 202),

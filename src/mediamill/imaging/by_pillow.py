@@ -49,7 +49,14 @@ def open_picture(sniffed: Sniffed, seen: Structure, data: Data, complaints: Comp
         profile=profile,
         warnings=warnings,
     )
-    return _PillowPicture(facts, data, complaints, seen, profile)
+    picture = _PillowPicture(facts, data, complaints, seen, profile)
+    picture.exif, picture.xmp = _beside(image.info)
+    return picture
+
+
+def _beside(info: dict[str, Any]) -> tuple[bytes, bytes]:
+    exif, xmp = info.get("exif") or b"", info.get("xmp") or b""
+    return exif if isinstance(exif, bytes) else b"", xmp if isinstance(xmp, bytes) else b""
 
 
 def _open(format: str, data: Data) -> Any:
@@ -159,7 +166,9 @@ def _open_heif(sniffed: Sniffed, seen: Structure, data: Data, complaints: Compla
         profile=profile,
         warnings=warnings,
     )
-    return _HeifPicture(facts, data, complaints, seen, profile)
+    picture = _HeifPicture(facts, data, complaints, seen, profile)
+    picture.exif, picture.xmp = _beside(file.info)
+    return picture
 
 
 def _heif_file(data: Data, *, eight_bits: bool) -> Any:

@@ -11,15 +11,16 @@ from mediamill.failures import Code, Failure
 from mediamill.imaging import Data, color, structure
 from mediamill.imaging.complaints import Complaints, decoding
 from mediamill.imaging.decode import full_frames
+from mediamill.imaging.notice import Notice
 from mediamill.sniff import sniff
 
 
 def verify(data: Data, wanted: Mapping[str, Any], complaints: Complaints) -> dict[str, Any]:
     """Raise `output_invalid` unless the file is what was planned and clean.
 
-    `wanted` names the `format`, and as far as planned `width`, `height`, `pages`, `duration_ms`
-    and `has_alpha`. Of an animation, `pages` is the most that there may be: encoders merge equal
-    frames.
+    `wanted` names the `format`, and as far as planned `width`, `height`, `pages`, `duration_ms`,
+    `has_alpha`, and in `notice` the copyright and artist that it carries. Of an animation, `pages`
+    is the most that there may be: encoders merge equal frames.
     """
     sniffed = sniff(data[:4096], len(data))
     if sniffed is None or sniffed.format != wanted["format"]:
@@ -40,7 +41,7 @@ def verify(data: Data, wanted: Mapping[str, Any], complaints: Complaints) -> dic
     if seen.frames > 1:
         found["duration_ms"] = sum(seen.delays_ms)
     _compare(found, wanted)
-    _check_clean(seen)
+    _check_clean(seen, image, wanted.get("notice"))
     return {"ok": True, **found, "mean": round(mean, 3)}
 
 
@@ -72,8 +73,14 @@ def _as_planned(name: str, value: Any, planned: Any) -> bool:
     return bool(value == planned)
 
 
-def _check_clean(seen: structure.Structure) -> None:
+def _check_clean(seen: structure.Structure, image: Any, planned: Mapping[str, str] | None) -> None:
     beside = set(seen.metadata)
+    if planned:
+        # Exactly the packet that we write for this notice, to the byte.
+        packet = Notice(planned["copyright"], planned["artist"]).packet()
+        if not image.get_typeof("xmp-data") or image.get("xmp-data") != packet:
+            raise _invalid("It does not carry the planned notice of copyright and nothing else.")
+        beside.discard("xmp")
     if "icc" in beside and (color.profile_description(seen.profile) or "").startswith("sRGB"):
         beside.discard("icc")
     if beside:
