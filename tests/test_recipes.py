@@ -140,7 +140,11 @@ def test_every_fault_is_found_at_once_and_none_is_made_up() -> None:
         {
             "name": "No",
             "version": 0,
-            "image": {"widths": [0], "formats": [{"format": "gif"}]},
+            "image": {
+                "widths": [0],
+                "formats": [{"format": "gif"}],
+                "watermark": {"image": "gone.png"},
+            },
             "video": [{"type": "mp4", "crf": 1}, {"type": "poster", "quality": 101}],
             "extra": True,
         }
@@ -148,6 +152,7 @@ def test_every_fault_is_found_at_once_and_none_is_made_up() -> None:
     assert sorted(pointers(text)) == [
         "/extra",
         "/image/formats/0/format",
+        "/image/watermark/image",
         "/image/widths/0",
         "/name",
         "/version",

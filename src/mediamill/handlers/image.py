@@ -240,11 +240,9 @@ async def _make(
 
 def _pictures(work: Work, planned: Iterable[Planned]) -> dict[str, Path]:
     """The watermarks that the plan needs. They were there when the process started."""
-    marks = {p.watermark.image: p.watermark for p in planned if p.watermark is not None}
+    names = {p.watermark.image for p in planned if p.watermark is not None}
     try:
-        return {
-            name: recipes.watermark(work.settings.recipes_dir, mark) for name, mark in marks.items()
-        }
+        return {name: recipes.watermark(work.settings.recipes_dir, name) for name in sorted(names)}
     except ValueError as error:
         raise Failure(Code.CAPABILITY_MISSING, f"A watermark cannot be used: {error}.") from None
 

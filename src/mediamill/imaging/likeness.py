@@ -75,33 +75,37 @@ def search(
     so a secant says where to look next. It is held to where the tries that are left can still find
     the answer by halving, so a bent line costs tries but never the answer.
     """
+    missing: dict[int, float] = {}  # by quality: how far from the target, on the bent scale
     tried: dict[int, float] = {}
     below, above = lowest - 1, highest + 1  # misses, reaches; both assumed at first
-    guess: float = start
+    guess, side = float(start), 0
     while above - below > 1 and len(tried) < MAX_ENCODES:
         reach = 1 << (MAX_ENCODES - len(tried) - 1)
         least, most = max(below + 1, above - reach), min(above - 1, below + reach)
         quality = min(max(math.ceil(guess), least), most)
         tried[quality] = measure(quality)
+        missing[quality] = _bent(tried[quality]) - _bent(target)
         if tried[quality] >= target:
-            above = quality
+            above, other, now = quality, below, 1
         else:
-            below = quality
-        guess = _guess(tried, target, below, above)
+            below, other, now = quality, above, -1
+        if now == side and other in missing:
+            missing[other] /= 2  # the line would creep towards an end that never moves
+        guess, side = _guess(missing, below, above), now
     quality = min(above, highest)
     return Found(quality, tried[quality], len(tried))
 
 
-def _guess(tried: dict[int, float], target: float, below: int, above: int) -> float:
+def _guess(missing: dict[int, float], below: int, above: int) -> float:
     """Where the line through what is known crosses the target."""
-    if below in tried and above in tried:
-        low, high, wanted = (_missing(v) for v in (tried[below], tried[above], target))
-        return below + (above - below) * ((low - wanted) / (low - high) if low > high else 0.5)
-    known = above if above in tried else below
+    if below in missing and above in missing:
+        low, high = missing[below], missing[above]
+        return below + (above - below) * (low / (low - high) if low > high else 0.5)
+    known = above if above in missing else below
     # One point only: about 25 steps of quality halve what is missing.
-    stride = max(2.0, 25 / math.log(2) * abs(_missing(tried[known]) - _missing(target)))
+    stride = max(2.0, 25 / math.log(2) * abs(missing[known]))
     return known - stride if known == above else known + stride
 
 
-def _missing(likeness: float) -> float:
+def _bent(likeness: float) -> float:
     return math.log(max(1 - likeness, 1e-6))

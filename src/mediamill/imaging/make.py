@@ -29,7 +29,7 @@ _QUALITY: Final = {"jpeg": 80, "webp": 75, "avif": 50, "png": 100}
 _EFFORT: Final = {"jpeg": 0, "webp": 4, "avif": 3, "png": 6}
 _SEARCHED: Final = {"jpeg": (20, 96), "webp": (10, 98), "avif": (10, 92)}
 """Between which qualities a target is looked for."""
-_SLOW_EFFORT: Final = 3
+_SLOW_EFFORT: Final = 4
 """From this effort on an AVIF encode is so dear that the search begins with quick ones."""
 MAX_OUTPUT_SIDE: Final = 65_500
 _MARK_LIMITS: Final = Limits(max_pixels=25_000_000, max_frames=1)

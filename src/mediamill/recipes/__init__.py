@@ -8,6 +8,7 @@ its JSON Schema.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib import resources
@@ -33,6 +34,7 @@ Color = Annotated[str, Field(pattern=r"^#[0-9a-f]{6}$")]
 
 MAX_IMAGE_FILES: Final = 48
 MAX_WATERMARK_BYTES: Final = 4 << 20
+_WATERMARK_NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}\.(png|webp|jpg|jpeg)$"
 _WATERMARK_FORMATS: Final = ("png", "webp", "jpeg")
 
 
@@ -97,7 +99,7 @@ class Watermark(_Strict):
     """A picture of the operator's that is laid over an output. Never enlarged."""
 
     image: str = Field(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}\.(png|webp|jpg|jpeg)$",
+        pattern=_WATERMARK_NAME,
         description="A file in the operator's recipe folder.",
     )
     position: Literal[
@@ -228,11 +230,6 @@ class ImageOutputs(_Strict):
         if taken := grid & {o.name for o in self.outputs}:
             raise ValueError(f"an output may not be named as one of the grid: {min(taken)}")
         return self
-
-    def watermarks(self) -> list[Watermark]:
-        """Every watermark that some output may carry."""
-        all_ = (self.watermark, *(output.watermark for output in self.outputs))
-        return [mark for mark in all_ if mark is not None]
 
 
 def _each_once(value: T, names: Iterable[object], what: str) -> T:
@@ -369,8 +366,10 @@ def check(text: bytes, folder: Path | None = None) -> tuple[Recipe | None, list[
         for fault in faults:
             fault["loc"] = _path(fault["loc"], given)
             fault["msg"] = fault["msg"].removeprefix("Value error, ")
+        known = {fault["loc"] for fault in faults}
+        faults += [f for f in _watermark_faults(given, folder) if f["loc"] not in known]
         return None, faults
-    missing = _watermark_faults(recipe, folder)
+    missing = _watermark_faults(json.loads(text), folder)
     return (None, missing) if missing else (recipe, [])
 
 
@@ -379,21 +378,21 @@ def pointer(path: Sequence[str | int]) -> str:
     return "".join(f"/{str(part).replace('~', '~0').replace('/', '~1')}" for part in path)
 
 
-def watermark(folder: Path | None, mark: Watermark) -> Path:
-    """The file of a watermark. Raises ValueError with what is wrong with it."""
+def watermark(folder: Path | None, image: str) -> Path:
+    """The file of a watermark by the name in a recipe. Raises ValueError with what is wrong."""
     if folder is None:
         raise ValueError("watermarks need the operator's setting recipes_dir")
-    path = folder / mark.image
+    path = folder / image
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
             seen = sniff(file.read(HEAD_BYTES), size)
     except OSError:
-        raise ValueError(f"there is no picture {mark.image!r} in the recipe folder") from None
+        raise ValueError(f"there is no picture {image!r} in the recipe folder") from None
     if size > MAX_WATERMARK_BYTES:
-        raise ValueError(f"{mark.image!r} has more than {MAX_WATERMARK_BYTES:,} bytes")
+        raise ValueError(f"{image!r} has more than {MAX_WATERMARK_BYTES:,} bytes")
     if seen is None or seen.format not in _WATERMARK_FORMATS:
-        raise ValueError(f"{mark.image!r} must be a PNG, WebP or JPEG")
+        raise ValueError(f"{image!r} must be a PNG, WebP or JPEG")
     return path
 
 
@@ -425,25 +424,23 @@ def _path(location: Sequence[str | int], given: Any) -> tuple[str | int, ...]:
     return tuple(path)
 
 
-def _watermark_faults(recipe: Recipe, folder: Path | None) -> list[ErrorDetails]:
-    image = recipe.image
-    if image is None:
+def _watermark_faults(given: Any, folder: Path | None) -> list[ErrorDetails]:
+    """Watermarks that are named in the recipe, valid or not, and cannot be used."""
+    image = given.get("image") if isinstance(given, dict) else None
+    if not isinstance(image, dict):
         return []
-    places: list[tuple[tuple[str | int, ...], Watermark | None]] = [
-        (("image", "watermark", "image"), image.watermark)
-    ]
-    places += [
-        (("image", "outputs", number, "watermark", "image"), output.watermark)
-        for number, output in enumerate(image.outputs)
-    ]
+    places: list[tuple[tuple[str | int, ...], Any]] = [(("image",), image)]
+    outputs = image.get("outputs")
+    for number, output in enumerate(outputs if isinstance(outputs, list) else ()):
+        places.append((("image", "outputs", number), output))
     faults: list[ErrorDetails] = []
-    for path, mark in places:
-        if mark is None:
-            continue
-        try:
-            watermark(folder, mark)
-        except ValueError as error:
-            faults.append(
-                ErrorDetails(type="watermark", loc=path, msg=str(error), input=mark.image)
-            )
+    for path, place in places:
+        mark = place.get("watermark") if isinstance(place, dict) else None
+        name = mark.get("image") if isinstance(mark, dict) else None
+        if isinstance(name, str) and re.fullmatch(_WATERMARK_NAME, name):
+            try:
+                watermark(folder, name)
+            except ValueError as error:
+                at = (*path, "watermark", "image")
+                faults.append(ErrorDetails(type="watermark", loc=at, msg=str(error), input=name))
     return faults
