@@ -6,7 +6,7 @@ RUN    := $(VENV)/.installed-run
 DEV    := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-once test test-ui test-extra check fix docs lock run bench-accept bench-overhead bench clean
+.PHONY: help demo demo-once test test-ui test-extra check fix docs lock run bench-accept bench-overhead bench-images bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
@@ -63,7 +63,10 @@ bench-accept: $(DEV)  ## accepting a job, against a bare durable INSERT
 bench-overhead: $(DEV)  ## one photograph and one clip, against the bare tools
 	$(BIN)/python benchmarks/bench_overhead.py
 
-bench: bench-accept bench-overhead  ## all benchmarks
+bench-images: $(DEV)  ## pictures against plain loops, time to the placeholder, memory, bombs
+	$(BIN)/python benchmarks/bench_images.py
+
+bench: bench-accept bench-overhead bench-images  ## all benchmarks
 
 lock: $(DEV)  ## pin every requirement again, with hashes and without addresses
 	$(BIN)/uv pip compile -q --universal --python-version 3.11 pyproject.toml --extra embedded --extra tools --generate-hashes --no-emit-index-url --no-header -o requirements/run.txt

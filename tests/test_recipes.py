@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -290,3 +291,23 @@ def test_limits_of_tenants_are_read_from_the_environment(monkeypatch: pytest.Mon
     monkeypatch.setenv("MEDIAMILL_TENANT_LIMITS", '{"small": {"max_pixel": 500}}')
     with pytest.raises(ConfigError, match="max_pixel"):
         config.load()
+
+
+# --- The guide
+
+
+def _examples() -> list[str]:
+    guide = Path(__file__).parent.parent / "docs" / "images.md"
+    return re.findall(r"```json\n(.*?)```", guide.read_text("utf-8"), re.S)
+
+
+@pytest.mark.parametrize("text", _examples())
+def test_the_examples_of_the_guide_are_valid(text: str, folder: Path) -> None:
+    assert pointers(text.encode(), folder) == []
+
+
+def test_the_guide_names_every_limit_and_fit() -> None:
+    guide = (Path(__file__).parent.parent / "docs" / "images.md").read_text("utf-8")
+    assert len(_examples()) >= 5
+    for name in (*ImageLimits.model_fields, *recipes.ImageOutput.model_fields):
+        assert f"`{name}`" in guide or f'"{name}"' in guide, name
