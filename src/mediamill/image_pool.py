@@ -199,9 +199,9 @@ class ImagePool:
         """A child for this tenant: one of its own, or a fresh one; always fresh if `alone`."""
         if self._closed:
             raise _shutting_down()
-        for worker in [w for w in self._idle if w.process.returncode is not None]:
-            self._idle.remove(worker)  # died while idle
-            worker.connection.close()
+        for worker in [w for w in self._idle if _is_lost(w)]:
+            self._idle.remove(worker)  # while idle, which says nothing about this picture
+            self._remember(asyncio.ensure_future(self._bury(worker)))
         mine = [w for w in self._idle if tenant is _NOBODY or w.tenant in (tenant, _NOBODY)]
         if mine and not alone:
             # Its own before a fresh one, so that fresh ones are there for others.
@@ -290,6 +290,20 @@ class ImagePool:
         if worker.killed:
             return Failure(Code.CANCELED)
         return _death(worker.process.returncode)
+
+
+def _is_lost(worker: _Worker) -> bool:
+    """Whether an idle child has died, which its socket tells before it has been reaped, or has
+    spoken unasked, which would be taken for the answer to the next request."""
+    if worker.process.returncode is not None:
+        return True
+    try:
+        worker.connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 async def _exchange(
