@@ -13,6 +13,7 @@ import io
 import json
 import os
 import random
+import resource
 import shutil
 import struct
 import subprocess
@@ -94,19 +95,24 @@ def throughput(here: Stand, report: Report, rounds: int, count: int, sharp: Path
     sources = _photographs(here.work / "sources", count)
     contenders = ["platform", "libvips", *_others(sharp)]
     rates: dict[str, list[float]] = {name: [] for name in contenders}
-    with _worker(here, f"image={CORES}"), _client(here) as client:
+    used: dict[str, list[float]] = {name: [] for name in contenders}
+    with _worker(here, f"image={CORES}") as pid, _client(here) as client:
         _through(here, client, sources[:CORES])  # warm
         for number in range(rounds):
             for name in random.Random(number).sample(contenders, len(contenders)):
-                began = time.perf_counter()
+                began, cpu = time.perf_counter(), _cpu(name, pid)
                 if name == "platform":
                     seconds = _through(here, client, sources)
                 else:
                     _loops(name, here.work / "made", sources, sharp)
                     seconds = time.perf_counter() - began
                 rates[name].append(count / seconds)
+                used[name].append((_cpu(name, pid) - cpu) / count)
     for name in contenders:
         report.figure(f"{name}_images_per_second", spread(rates[name]), "images/s")
+        report.figure(f"{name}_cpu_seconds_per_image", spread(used[name]), "s")
+    # Says the same without what other programs of this machine take; checks of outputs included.
+    report.figure("bare_libvips_cpu_to_platform", ratios(used["libvips"], used["platform"]))
     share = ratios(rates["platform"], rates["libvips"])
     report.figure("platform_to_bare_libvips", share)
     report.aim("platform_to_bare_libvips", share.median, least=0.9)
@@ -114,6 +120,14 @@ def throughput(here: Stand, report: Report, rounds: int, count: int, sharp: Path
         share = ratios(rates["platform"], rates[name])
         report.figure(f"platform_to_{name}", share)
         report.aim(f"platform_to_{name}", share.median, least=1.0)
+
+
+def _cpu(name: str, worker: int) -> float:
+    """Processor time so far, of the worker and its processes or of the loops that have ended."""
+    if name == "platform":
+        return harness.cpu_seconds(worker)
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return ended.ru_utime + ended.ru_stime
 
 
 def _others(sharp: Path | None) -> list[str]:

@@ -764,7 +764,6 @@ async def test_every_output_passes_its_own_check(studio: Studio) -> None:
             has_alpha=told["has_alpha"],
         )
         assert found["ok"]
-        assert 0 < found["mean"] < 255
 
 
 @pytest.mark.parametrize("format", ALL_FORMATS)

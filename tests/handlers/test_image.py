@@ -555,6 +555,22 @@ async def test_place_camera_comment_and_old_thumbnail_are_gone(bench: Bench) -> 
     assert "1,0N" not in told
 
 
+async def test_a_place_goes_while_orientation_and_color_stay_right(bench: Bench) -> None:
+    exif = Image.Exif()
+    exif[0x0112], exif[0x010F] = 6, "Example"
+    exif.get_ifd(0x8825).update({1: "N", 2: (1.0, 0.0, 0.0), 3: "E", 4: (2.0, 0.0, 0.0)})
+    photo = media.flat((160, 120), (200, 90, 60))
+    data = save(photo, "JPEG", quality=95, exif=exif, icc_profile=media.p3_profile())
+    done = await bench.handle(data)
+    assert done.size == (120, 160)
+    assert len(done.files) == 4
+    for shown in done.every():
+        clean(shown)
+        assert shown.size == (120, 160)
+        assert near(spot(shown, 0.5, 0.5), (217, 80, 45), 8)
+    assert "GPS" not in json.dumps(done.info)
+
+
 def _with_notice() -> bytes:
     exif = Image.Exif()
     copyright, author = ("© Åse Ærlig 2026".encode(), "Åse & <Co>".encode())

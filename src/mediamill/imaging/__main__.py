@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from mediamill.failures import Code, Failure, Refused
 from mediamill.imaging import wire
@@ -37,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             finally:
                 wire.close_all(fds)
             connection.sendall(wire.pack(answer, limit=wire.MAX_ANSWER_BYTES))
+            _give_back()  # while the worker reads
     return 0
 
 
@@ -64,16 +65,25 @@ def _set_up(concurrency: int, *, drawings: bool) -> Complaints:
     return complaints
 
 
-_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_KEPT_BYTES: Final = 64 << 20
 
 
 def _tame_malloc() -> None:
-    """Give large buffers back to the system when they are freed. glibc would learn to keep them,
-    and a process that serves hundreds of pictures would grow by every odd one."""
+    """Let encoders reuse their buffers within a request: taking each from the system and giving it
+    back costs a tenth of all processor time. `_give_back` follows after every request."""
     with suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
-        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 20)
-        libc.mallopt(_M_ARENA_MAX, 2)
+        # Set, these no longer grow by what one odd picture needed.
+        libc.mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES // 2)
+        libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+
+
+def _give_back() -> None:
+    """Give what is free to the system, so that a process that serves hundreds of pictures does not
+    stay as large as the largest of them made it."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _answer(

@@ -71,6 +71,16 @@ def _open(format: str, data: Data) -> Any:
     return Image.open(io.BytesIO(data), formats=(name,))
 
 
+def decoded_avif(data: Data) -> tuple[tuple[int, int], bool, bytes]:
+    """A still AVIF decoded whole: its size, whether it has transparency, its XMP packet."""
+    from PIL import AvifImagePlugin
+
+    AvifImagePlugin.DEFAULT_MAX_THREADS = 1
+    image = _open("avif", data)
+    image.load()
+    return image.size, "A" in image.getbands(), _beside(image.info)[1]
+
+
 def _frames(format: str, data: Data, numbers: range) -> Iterator[Any]:
     image = _open(format, data)
     for number in numbers:

@@ -329,8 +329,8 @@ def _drop_idle_alpha(image: Any) -> Any:
     return image
 
 
-def full_frames(format: str, data: Data, frames: int) -> Any:
+def full_frames(format: str, data: Data, frames: int, **options: Any) -> Any:
     """Every row of every frame, as stored: for checking our own outputs. Not decoded yet."""
-    options = {"n": -1} if frames > 1 else {}
+    options = {"n": -1, **options} if frames > 1 else options
     source = pyvips.Source.new_from_memory(data)
     return _LOADERS[format](source, access="sequential", fail_on="error", **options)
