@@ -280,15 +280,19 @@ def memory(here: Stand, report: Report, count: int) -> None:
     mixed = _mixed(here.work / "mixed")
     batch = 50
     with _worker(here, f"image={CORES}") as pid, _client(here) as client, _watched(pid) as seen:
-        peaks = []
+        peaks, settled = [], []
         for start in range(0, count, batch):
             seen.peak = 0
             chance = random.Random(start)
             sources = [chance.choice(mixed) for _ in range(min(batch, count - start))]
             _through(here, client, sources, "bench")
             peaks.append(seen.peak / 1e6)
+            settled.append(_pss(pid) / 1e6)
     early, late = peaks[1 : 1 + len(peaks) // 3], peaks[-(len(peaks) // 3 or 1) :]
-    report.figure("memory_peaks_mb", spread(peaks), "MB, worker and its image processes")
+    report.figure("memory_peaks_mb", spread(peaks), "MB, worker and its image processes:")
+    say("    " + " ".join(f"{value:.0f}" for value in peaks))
+    report.figure("memory_worker_alone_mb", spread(settled), "MB between batches, first to last:")
+    say("    " + " ".join(f"{value:.0f}" for value in settled))
     growth = percentile(late, 0.5) / percentile(early or peaks, 0.5)
     report.figure("memory_last_third_to_first", growth)
     report.aim("memory_last_third_to_first", growth, most=1.1)
