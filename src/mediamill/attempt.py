@@ -282,7 +282,9 @@ class Attempt:
         )
         if original is None or original.deleted_at is not None:
             raise Failure(Code.SOURCE_MISSING, "The media was deleted.")
-        recipe = recipes.find(self.claim.recipe or "", self.claim.recipe_version)
+        recipe = recipes.find(
+            self.claim.recipe or "", self.claim.recipe_version, folder=self.settings.recipes_dir
+        )
         if recipe is None:
             raise Failure(
                 Code.CAPABILITY_MISSING,

@@ -35,8 +35,12 @@ def main(bound_to: int | None, keep_database: str | None) -> None:
 
 
 def _settings(**flags: Any) -> Settings:
+    from mediamill import recipes
+
     try:
-        return config.load(**flags)
+        settings = config.load(**flags)
+        recipes.book(settings.recipes_dir)  # a fault in the operator's recipes stops the start
+        return settings
     except ConfigError as error:
         raise click.ClickException(str(error)) from None
 

@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -26,6 +26,37 @@ QUEUES: Final = ("image", "video", "audio", "default", "webhook", "maintenance")
 
 class ConfigError(Exception):
     """The configuration cannot be used; the message names the setting and what it takes."""
+
+
+class ImageLimits(BaseModel):
+    """Limits of one image that a recipe or a tenant may set. They only lower the operator's."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    max_bytes: int | None = Field(default=None, ge=1, description="Size of the file.")
+    max_pixels: int | None = Field(default=None, ge=1, description="Pixels of one frame.")
+    max_side: int | None = Field(default=None, ge=1, description="Pixels of the longer side.")
+    max_frames: int | None = Field(default=None, ge=1)
+    max_total_pixels: int | None = Field(
+        default=None, ge=1, description="Pixels of all frames together."
+    )
+    max_interlaced_pixels: int | None = Field(
+        default=None, ge=1, description="Pixels of a progressive or interlaced picture."
+    )
+    max_seconds: float | None = Field(
+        default=None, gt=0, description="Time for one step: the preview, or all outputs together."
+    )
+    max_memory_bytes: int | None = Field(
+        default=None, ge=64 << 20, description="Memory of the process that decodes."
+    )
+
+    def lowered(self, *others: ImageLimits | None) -> ImageLimits:
+        """The lowest of each limit."""
+        both: dict[str, Any] = self.model_dump()
+        for other in filter(None, others):
+            for name, value in other.model_dump(exclude_none=True).items():
+                both[name] = value if both[name] is None else min(both[name], value)
+        return ImageLimits(**both)
 
 
 class Settings(BaseSettings):
@@ -61,6 +92,9 @@ class Settings(BaseSettings):
     max_frames: int = Field(ge=1)
     max_total_pixels: int = Field(ge=1)
     max_interlaced_pixels: int = Field(ge=1)
+    tenant_limits: dict[str, ImageLimits] | None = None
+    recipes_dir: Path | None = None
+    allow_svg: bool = Field()
     max_duration_seconds: float = Field(gt=0)
     max_streams: int = Field(ge=1)
     max_frame_rate: float = Field(gt=0)
@@ -76,10 +110,10 @@ class Settings(BaseSettings):
     idempotency_seconds: int = Field(ge=60)
     log_level: Literal["debug", "info", "warning", "error"] = Field()
 
-    @field_validator("data_dir")
+    @field_validator("data_dir", "recipes_dir")
     @classmethod
-    def _absolute(cls, value: Path) -> Path:
-        return value.expanduser().absolute()
+    def _absolute(cls, value: Path | None) -> Path | None:
+        return value and value.expanduser().absolute()
 
     @field_validator("public_url")
     @classmethod
@@ -137,6 +171,18 @@ class Settings(BaseSettings):
                 return self.max_audio_bytes
             case _:
                 return self.max_video_bytes
+
+    def image_limits(self, tenant_id: str, recipe: ImageLimits | None = None) -> ImageLimits:
+        """What holds for an image of this tenant under a recipe: the lowest of each limit."""
+        own = ImageLimits(
+            max_bytes=self.max_image_bytes,
+            max_pixels=self.max_pixels,
+            max_side=self.max_side,
+            max_frames=self.max_frames,
+            max_total_pixels=self.max_total_pixels,
+            max_interlaced_pixels=self.max_interlaced_pixels,
+        )
+        return own.lowered((self.tenant_limits or {}).get(tenant_id), recipe)
 
 
 def load(**flags: Any) -> Settings:

@@ -395,9 +395,11 @@ class LeaseLost(Exception):
     """This worker no longer holds the job: its tools are stopped and nothing is written."""
 
 
-def limit_exceeded(name: str, *, allowed: float, seen: float, unit: str) -> Failure:
-    """A `resource_limit` failure that says what was allowed and what was seen."""
-    detail = f"{name}: at most {allowed:,.10g} {unit}, this file has {seen:,.10g}."
+def limit_exceeded(
+    name: str, *, allowed: float, seen: float, unit: str, advice: str = ""
+) -> Failure:
+    """A `resource_limit` failure that says what was allowed, what was seen, and what would help."""
+    detail = f"{name}: at most {allowed:,.10g} {unit}, this file has {seen:,.10g}. {advice}".strip()
     return Failure(
         Code.RESOURCE_LIMIT,
         detail,

@@ -127,26 +127,34 @@ class ImagePool:
         """Ask a child, and return its answer; raise `Failure` for a failure that it answers.
 
         The descriptors stay the caller's to close. A child is reused for the same `tenant` only;
-        `owner` is the name under which `kill` finds this request. The child is killed, and gone
-        when this returns, if it does not answer within `wall_seconds` (`time_limit`), dies
-        (`tool_failed`; `memory_limit` if that was the reason), breaks the protocol, or if the
-        waiting task is canceled.
+        `owner` is the name under which `kill` finds this request. A drawing (`draw`) gets a child
+        of its own, which ends with it. The child is killed, and gone when this returns, if it does
+        not answer within `wall_seconds` (`time_limit`), dies (`tool_failed`; `memory_limit` if that
+        was the reason), breaks the protocol, or if the waiting task is canceled.
         """
         message = wire.pack(dict(op), limit=wire.MAX_REQUEST_BYTES)
         if len(fds) > wire.MAX_FDS:
             raise ValueError(f"at most {wire.MAX_FDS} descriptors")
         async with self._slots:
-            worker = await self._take(_NOBODY if op.get("op") == "hello" else tenant)
+            alone = op.get("op") == "draw"
+            worker = await self._take(_NOBODY if op.get("op") == "hello" else tenant, alone=alone)
             worker.owner = owner
             sound = False
             try:
                 async with asyncio.timeout(wall_seconds):
                     answer = await _exchange(worker.connection, message, fds)
-                sound = _sound(answer)
+                sound = _sound(answer) and not alone
                 worker.cpu_seconds += _number(answer.get("cpu_seconds"))
             except TimeoutError:
                 raise Failure(
-                    Code.TIME_LIMIT, f"The picture took more than {wall_seconds:g} seconds."
+                    Code.TIME_LIMIT,
+                    f"The picture took more than {wall_seconds:g} seconds.",
+                    limit={
+                        "name": "image_seconds",
+                        "allowed": round(wall_seconds, 1),
+                        "seen": round(wall_seconds, 1),
+                        "unit": "seconds",
+                    },
                 ) from None
             except wire.BrokenMessage as error:
                 raise Failure(Code.TOOL_FAILED, "The decoder gave no usable answer.") from error
@@ -187,15 +195,15 @@ class ImagePool:
     def _alive(self) -> int:
         return len(self._idle) + len(self._busy) + self._starting
 
-    async def _take(self, tenant: object) -> _Worker:
-        """A child for this tenant: one of its own, or a fresh one."""
+    async def _take(self, tenant: object, *, alone: bool) -> _Worker:
+        """A child for this tenant: one of its own, or a fresh one; always fresh if `alone`."""
         if self._closed:
             raise _shutting_down()
-        for worker in [w for w in self._idle if w.process.returncode is not None]:
-            self._idle.remove(worker)  # died while idle
-            worker.connection.close()
+        for worker in [w for w in self._idle if _is_lost(w)]:
+            self._idle.remove(worker)  # while idle, which says nothing about this picture
+            self._remember(asyncio.ensure_future(self._bury(worker)))
         mine = [w for w in self._idle if tenant is _NOBODY or w.tenant in (tenant, _NOBODY)]
-        if mine:
+        if mine and not alone:
             # Its own before a fresh one, so that fresh ones are there for others.
             worker = min(reversed(mine), key=lambda w: w.tenant is _NOBODY)
             self._idle.remove(worker)
@@ -206,7 +214,7 @@ class ImagePool:
             try:
                 if evicted is not None:
                     await self._bury(evicted)
-                worker = await self._start()
+                worker = await self._start(*(("--drawings",) if alone else ()))
             finally:
                 self._starting -= 1
             if self._closed:
@@ -230,8 +238,8 @@ class ImagePool:
         finally:
             self._busy.discard(worker)
 
-    async def _start(self) -> _Worker:
-        starting = asyncio.ensure_future(self._spawned())
+    async def _start(self, *more: str) -> _Worker:
+        starting = asyncio.ensure_future(self._spawned(*more))
         try:
             async with asyncio.timeout(START_SECONDS):
                 return await asyncio.shield(starting)
@@ -241,14 +249,14 @@ class ImagePool:
                 raise Failure(Code.INTERNAL, "An image process did not start.") from error
             raise
 
-    async def _spawned(self) -> _Worker:
+    async def _spawned(self, *more: str) -> _Worker:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         # Theirs must stay open until the child has inherited it, whoever stops waiting meanwhile.
         with theirs:
             try:
                 ours.setblocking(False)
                 fd = theirs.fileno()
-                process = await self._spawn([*self._argv, "--fd", str(fd)], (fd,))
+                process = await self._spawn([*self._argv, *more, "--fd", str(fd)], (fd,))
             except BaseException:
                 ours.close()
                 raise
@@ -282,6 +290,20 @@ class ImagePool:
         if worker.killed:
             return Failure(Code.CANCELED)
         return _death(worker.process.returncode)
+
+
+def _is_lost(worker: _Worker) -> bool:
+    """Whether an idle child has died, which its socket tells before it has been reaped, or has
+    spoken unasked, which would be taken for the answer to the next request."""
+    if worker.process.returncode is not None:
+        return True
+    try:
+        worker.connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 async def _exchange(

@@ -4,7 +4,7 @@ order."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, Final
 from uuid import UUID
@@ -54,6 +54,7 @@ class Original:
     preview: dict[str, Any] | None
     deleted_at: datetime | None
     state: str
+    metadata: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -185,7 +185,10 @@ async def _prepare(settings: Settings, dsn: str) -> str:
 def _service(settings: Settings, dsn: str, name: str) -> Service:
     env = {k: v for k, v in os.environ.items() if not k.startswith("MEDIAMILL_")}
     given = settings.model_dump(mode="json", exclude_none=True)
-    env |= {f"MEDIAMILL_{k.upper()}": str(v) for k, v in given.items()}
+    env |= {
+        f"MEDIAMILL_{k.upper()}": json.dumps(v) if isinstance(v, dict) else str(v)
+        for k, v in given.items()
+    }
     env["MEDIAMILL_DATABASE_URL"] = dsn
     if "MEDIAMILL_FAILPOINT" in os.environ:
         env["MEDIAMILL_FAILPOINT"] = os.environ["MEDIAMILL_FAILPOINT"]

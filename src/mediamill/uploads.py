@@ -7,8 +7,10 @@ makes the jobs, the others find that it is done.
 from __future__ import annotations
 
 import mimetypes
+import re
 import secrets
 import unicodedata
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
@@ -18,11 +20,14 @@ from mediamill import db, ids, jobs, media, recipes, storage
 from mediamill.config import Settings
 from mediamill.failures import Code, Refused
 from mediamill.jobs import Birth
+from mediamill.recipes import Recipe
 from mediamill.states import MediaState
 from mediamill.storage import SignedRequest, Storage, Stored
 
 PREVIEW_PRIORITY: Final = 5
 _NAME_BYTES: Final = 1024
+_FRACTION: Final = r"\s*(0?\.\d{1,9}|[01](?:\.0{1,9})?)\s*"
+_FOCAL_POINT: Final = re.compile(f"{_FRACTION},{_FRACTION}")
 # Bidirectional embeddings, overrides and isolates: "a\u202egpj.exe" reads as "aexe.jpg". Joiners
 # stay, since emoji and several scripts need them.
 _REORDERING: Final = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
@@ -54,7 +59,15 @@ def slot(settings: Settings, tenant_id: str, wanted: Wanted) -> media.Slot:
     kind = kind_of(content_type)
     if wanted.size == 0:
         raise Refused(Code.EMPTY_INPUT, errors=[_field("/size", "must be at least 1")])
-    allowed = settings.max_bytes(kind or "video")
+    recipe = recipes.find(wanted.recipe, wanted.recipe_version, folder=settings.recipes_dir)
+    if recipe is None:
+        known = ", ".join(sorted({name for name, _ in recipes.book(settings.recipes_dir)}))
+        raise Refused(
+            Code.INVALID_REQUEST,
+            f"There is no recipe {wanted.recipe!r} in that version; known: {known}.",
+            errors=[_field("/recipe", "is not known")],
+        )
+    allowed = _max_bytes(settings, tenant_id, kind, recipe)
     if wanted.size > allowed:
         raise Refused(
             Code.PAYLOAD_TOO_LARGE,
@@ -63,13 +76,11 @@ def slot(settings: Settings, tenant_id: str, wanted: Wanted) -> media.Slot:
             limit={"name": "size", "allowed": allowed, "seen": wanted.size, "unit": "bytes"},
             errors=[_field("/size", f"must be at most {allowed}")],
         )
-    recipe = recipes.find(wanted.recipe, wanted.recipe_version)
-    if recipe is None:
-        known = ", ".join(sorted({name for name, _ in recipes.built_in()}))
+    if focal_point(wanted.metadata) is None and "focal_point" in (wanted.metadata or {}):
         raise Refused(
             Code.INVALID_REQUEST,
-            f"There is no recipe {wanted.recipe!r} in that version; known: {known}.",
-            errors=[_field("/recipe", "is not known")],
+            'metadata.focal_point must read like "0.5,0.25".',
+            errors=[_field("/metadata/focal_point", "must be two fractions such as 0.5,0.25")],
         )
     media_id = ids.new()
     nonce = secrets.token_hex(8)
@@ -90,6 +101,21 @@ def slot(settings: Settings, tenant_id: str, wanted: Wanted) -> media.Slot:
             wanted.ttl_seconds if wanted.ttl_seconds is not None else settings.media_ttl_seconds
         ),
     )
+
+
+def _max_bytes(settings: Settings, tenant_id: str, kind: str | None, recipe: Recipe) -> int:
+    if kind != "image":
+        return settings.max_bytes(kind or "video")
+    limits = settings.image_limits(tenant_id, recipe.image.limits if recipe.image else None)
+    return limits.max_bytes or settings.max_image_bytes
+
+
+def focal_point(metadata: Mapping[str, Any] | None) -> tuple[float, float] | None:
+    """The focal point of an image as its metadata names it (`focal_point`: "x,y", fractions of the
+    shown width and height); None if it names none that can be read."""
+    text = (metadata or {}).get("focal_point")
+    found = _FOCAL_POINT.fullmatch(text) if isinstance(text, str) else None
+    return (float(found[1]), float(found[2])) if found else None
 
 
 def sign(store: Storage, opened: media.Slot) -> SignedRequest:

@@ -19,10 +19,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mediamill import __version__
-from mediamill.api import dead_letters, health, jobs, media, problems, queues, storage
+from mediamill.api import dead_letters, health, jobs, media, problems, queues, recipes, storage
 from mediamill.api.services import Services
 from mediamill.failures import BY_NAME, Code, Refused
 from mediamill.observability import Metrics
+from mediamill.recipes import Recipe
 
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9_-]{8,64}")
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -114,7 +115,11 @@ def _body(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
-    """A schema without `$defs`: inside an OpenAPI document its references would lead nowhere."""
+    """A schema without `$defs`: inside an OpenAPI document its references would lead nowhere.
+
+    Discriminators go too, since OpenAPI allows them over referenced schemas only.
+    """
+    away = {"$defs", "discriminator"}
     named = schema.get("$defs", {})
 
     def inline(part: Any) -> Any:
@@ -122,7 +127,7 @@ def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
             case {"$ref": str(name)}:
                 return inline(named[name.rpartition("/")[2]])
             case dict():
-                return {key: inline(value) for key, value in part.items() if key != "$defs"}
+                return {key: inline(value) for key, value in part.items() if key not in away}
             case list():
                 return [inline(value) for value in part]
             case _:
@@ -148,6 +153,23 @@ _ROUTES: Final[tuple[_Route, ...]] = (
         _body(media.Process),
     ),
     _Route("/v1/media/{media_id}/variants/{name}", "GET", media.read_variant, 307),
+    _Route("/v1/recipes", "GET", recipes.list_recipes),
+    _Route(
+        "/v1/recipes/validate",
+        "POST",
+        recipes.validate_recipe,
+        200,
+        recipes.Verdict,
+        _body(Recipe),
+    ),
+    _Route(
+        "/v1/recipes/{name}",
+        "GET",
+        recipes.read_recipe,
+        200,
+        recipes.RecipeBody,
+        {"parameters": [{"name": "version", "in": "query", "schema": {"type": "integer"}}]},
+    ),
     _Route("/v1/jobs", "POST", jobs.create_job, 202, None, _body(jobs.NewJob)),
     _Route("/v1/jobs", "GET", jobs.list_jobs, more=_query("state", "kind", "queue")),
     _Route("/v1/jobs/{job_id}", "GET", jobs.read_job),

@@ -444,7 +444,7 @@ async def process_media(request: Request) -> Response:
             if original.deleted_at is not None:
                 raise Refused(Code.GONE)
             name = wanted.recipe or original.recipe
-            recipe = recipes.find(name, wanted.recipe_version)
+            recipe = recipes.find(name, wanted.recipe_version, folder=here.settings.recipes_dir)
             if recipe is None:
                 raise Refused(
                     Code.INVALID_REQUEST,

@@ -1,96 +1,179 @@
-"""Images: one decode, every width and format, each checked before it is shown to anyone."""
+"""Images: one decode, every output in every format, each checked before it is shown to anyone."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
-from mediamill import uploads
+from mediamill import recipes, uploads
+from mediamill.config import ImageLimits
 from mediamill.failures import Code, Failure
 from mediamill.handlers import Done, Outcome, Output, Reroute, Work, stills
 from mediamill.media import Description
-from mediamill.recipes import ImageFormat, ImageOutputs
+from mediamill.recipes import FocalPoint, ImageFormat, ImageOutput, ImageOutputs, Watermark
+
+T = TypeVar("T")
 
 # What a pixel costs by format, relative to each other: how progress is shared out.
 _COST: Final = {"avif": 30.0, "webp": 4.0, "png": 4.0, "jpeg": 1.0}
+_SEARCH_COST: Final = 5.0
+"""Encodes, and comparisons, that looking for a quality takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One file to make: its name, format and exact size in pixels."""
+    """One file to make: its name, the box that it fits into, and how it looks."""
 
     name: str
-    width: int
-    height: int
     format: ImageFormat
-    background: str
+    width: int | None
+    height: int | None
+    pixels: int
+    """About how many it will have."""
+    fit: str = "inside"
+    crop: str = "center"
+    focal_point: FocalPoint | None = None
+    background: str = "#ffffff"
+    sharpen: float = 0.0
+    watermark: Watermark | None = None
+    animation: str = "first"
 
     @property
     def cost(self) -> float:
-        return self.width * self.height * _COST[self.format.format] + 10_000
+        search = _SEARCH_COST if self.format.target_quality is not None else 1.0
+        return self.pixels * _COST[self.format.format] * search + 10_000
 
     def wanted(self) -> dict[str, Any]:
+        """As the image process takes it."""
+        mark, focal = self.watermark, self.focal_point
         return {
-            "format": self.format.format,
+            **self.format.model_dump(exclude_none=True),
             "width": self.width,
             "height": self.height,
-            "quality": self.format.quality,
-            "effort": self.format.effort,
+            "fit": self.fit,
+            "crop": self.crop,
+            "focal_point": focal and focal.model_dump(),
             "background": self.background,
+            "sharpen": self.sharpen,
+            "watermark": mark and mark.model_dump(),
+            "animation": self.animation == "keep",
         }
 
 
-def plan(wanted: ImageOutputs, width: int, height: int) -> list[Planned]:
-    """The files for a picture of this size: every wanted width up to its own, smallest first.
+def plan(
+    wanted: ImageOutputs, width: int, height: int, *, focal_point: FocalPoint | None = None
+) -> list[Planned]:
+    """The files for a picture of this size: the grid, smallest first, then the named outputs.
 
-    Widths above the source are replaced by the source's own width, once: never enlarged.
+    Sides of the grid above the picture's are replaced by its own, once: never enlarged. A focal
+    point that came with the media goes before the recipe's.
     """
-    widths = sorted({min(w, width) for w in wanted.widths})
-    return [
-        Planned(
-            name=f"w{w}.{stills.EXTENSIONS[format.format]}",
-            width=w,
-            height=max(1, round(height * w / width)),
-            format=format,
-            background=wanted.background,
-        )
-        for w in widths
-        for format in wanted.formats
-    ]
+    files = []
+    for letter, side, whole, other in (
+        ("w", wanted.widths, width, height),
+        ("h", wanted.heights, height, width),
+    ):
+        for length in sorted({min(s, whole) for s in side}):
+            files += [
+                Planned(
+                    name=f"{letter}{length}.{stills.EXTENSIONS[format.format]}",
+                    format=format,
+                    width=length if letter == "w" else None,
+                    height=length if letter == "h" else None,
+                    pixels=max(1, length * round(other * length / whole)),
+                    background=wanted.background,
+                    sharpen=wanted.sharpen,
+                    watermark=wanted.watermark,
+                    animation=wanted.animation,
+                )
+                for format in wanted.formats
+            ]
+    for output in wanted.outputs:
+        box = (output.width or width, output.height or height)
+        files += [
+            Planned(
+                name=f"{output.name}.{stills.EXTENSIONS[format.format]}",
+                format=format,
+                width=output.width,
+                height=output.height,
+                pixels=min(box[0], width) * min(box[1], height),
+                fit=output.fit,
+                crop=_own(output.crop, wanted.crop),
+                focal_point=focal_point or _own(output.focal_point, wanted.focal_point),
+                background=_own(output.background, wanted.background),
+                sharpen=_own(output.sharpen, wanted.sharpen),
+                watermark=_mark(output, wanted),
+                animation=_own(output.animation, wanted.animation),
+            )
+            for format in output.formats or wanted.formats
+        ]
+    return files
+
+
+def _own(value: T | None, otherwise: T) -> T:
+    return otherwise if value is None else value
+
+
+def _mark(output: ImageOutput, wanted: ImageOutputs) -> Watermark | None:
+    said = "watermark" in output.model_fields_set
+    return output.watermark if said else wanted.watermark
 
 
 async def handle(work: Work) -> Outcome:
     """Download, look, show the placeholder, make, verify."""
+    limits = _limits(work)
     await work.enter("download")
+    if work.original.kind == "image":
+        stills.check_bytes(work.original.size, limits)
     path = await work.fetch()
     seen = stills.look(path)
     if seen is not None and seen.kind in ("video", "audio"):
         return reroute(seen.kind)
+    stills.check_bytes(work.original.size, limits)
     if work.recipe.image is None:
         raise Failure(Code.UNSUPPORTED_FORMAT, "This recipe has no outputs for images.")
     await work.enter("probe")
-    facts = await stills.inspect(work, path)
+    drawing: dict[str, Any] | None = None
+    if seen is not None and seen.format == "svg" and work.settings.allow_svg:
+        drawn = work.out / "drawing.png"
+        width, height = _largest(work.recipe.image)
+        drawing = await stills.draw(work, path, drawn, width=width, height=height, limits=limits)
+        path = drawn
+    facts = await stills.inspect(work, path, limits)
     width, height = facts["width"], facts["height"]
+    if drawing is not None:
+        facts |= {"type": drawing["type"], "format": drawing["format"]}
     found = Description(
         kind="image",
         detected_type=facts["type"],
-        width=width,
-        height=height,
+        width=drawing["width"] if drawing else width,
+        height=drawing["height"] if drawing else height,
         info=_info(facts),
     )
     await work.describe(found)
     await work.enter("preview")
-    await work.show_preview(await stills.preview(work, path), found)
+    await work.show_preview(await stills.preview(work, path, limits), found)
     await work.enter("encode")
-    planned = plan(work.recipe.image, width, height)
-    outputs, warnings = await _make(work, path, planned, width * height)
+    focal = uploads.focal_point(work.original.metadata)
+    planned = plan(
+        work.recipe.image,
+        width,
+        height,
+        focal_point=None if focal is None else FocalPoint(x=focal[0], y=focal[1]),
+    )
+    outputs, answer = await _make(work, path, planned, width * height, limits)
     await work.enter("verify")
-    for output, made in zip(outputs, planned, strict=True):
-        await stills.verify(work, output, format=made.format.format)
-    return Done(tuple(outputs), {"outputs": len(outputs), "warnings": warnings})
+    for output, want, made in zip(outputs, planned, answer["outputs"], strict=True):
+        await stills.verify(
+            work, output, format=want.format.format, made=made, notice=answer.get("notice")
+        )
+    result = {"outputs": len(outputs), "warnings": answer.get("warnings", [])}
+    if searched := _searched(planned, answer["outputs"]):
+        result["searched"] = searched
+    return Done(tuple(outputs), result)
 
 
 def reroute(kind: str) -> Reroute:
@@ -102,21 +185,45 @@ def reroute(kind: str) -> Reroute:
             return Reroute("audio", "audio")
 
 
+def _limits(work: Work) -> ImageLimits:
+    image = work.recipe.image
+    return work.settings.image_limits(work.claim.tenant_id, image.limits if image else None)
+
+
+def _largest(wanted: ImageOutputs) -> tuple[int, int]:
+    """The largest width and height that any output asks for."""
+    widths = [*wanted.widths, *(o.width or 0 for o in wanted.outputs)]
+    heights = [*wanted.heights, *(o.height or 0 for o in wanted.outputs)]
+    return max(widths, default=0), max(heights, default=0)
+
+
 async def _make(
-    work: Work, path: Path, planned: Sequence[Planned], source_pixels: int
-) -> tuple[list[Output], list[str]]:
+    work: Work, path: Path, planned: Sequence[Planned], source_pixels: int, limits: ImageLimits
+) -> tuple[list[Output], dict[str, Any]]:
     raw = [work.out / f"{n}.part" for n in range(len(planned))]
-    pixels = sum(p.width * p.height for p in planned if p.format.format == "avif")
-    seconds = 60 + source_pixels / 250_000 + pixels / 50_000
+    slow = sum(p.cost / _COST["avif"] for p in planned if p.format.format == "avif")
+    slow += sum(p.cost / 20 for p in planned if p.format.target_quality is not None)
+    seconds = 60 + source_pixels / 250_000 + slow / 50_000
+    assert work.recipe.image is not None
     watch = asyncio.create_task(_watch(work, raw, planned))
     try:
-        answer = await stills.make(work, path, [p.wanted() for p in planned], raw, seconds)
+        answer = await stills.make(
+            work,
+            path,
+            [p.wanted() for p in planned],
+            raw,
+            seconds,
+            limits=limits,
+            keep_copyright=work.recipe.image.keep_copyright,
+            pictures=_pictures(work, planned),
+        )
     finally:
         watch.cancel()
     outputs = []
     for part, made, want in zip(raw, answer["outputs"], planned, strict=True):
         target = work.out / want.name
         await asyncio.to_thread(stills.detach, part, target)
+        duration = made.get("duration_ms")
         outputs.append(
             Output(
                 want.name,
@@ -124,10 +231,20 @@ async def _make(
                 stills.CONTENT_TYPES[want.format.format],
                 width=made["width"],
                 height=made["height"],
+                duration_seconds=duration and duration / 1000,
                 seconds=made["seconds"],
             )
         )
-    return outputs, answer.get("warnings", [])
+    return outputs, answer
+
+
+def _pictures(work: Work, planned: Iterable[Planned]) -> dict[str, Path]:
+    """The watermarks that the plan needs. They were there when the process started."""
+    names = {p.watermark.image for p in planned if p.watermark is not None}
+    try:
+        return {name: recipes.watermark(work.settings.recipes_dir, name) for name in sorted(names)}
+    except ValueError as error:
+        raise Failure(Code.CAPABILITY_MISSING, f"A watermark cannot be used: {error}.") from None
 
 
 async def _watch(work: Work, files: Sequence[Path], planned: Sequence[Planned]) -> None:
@@ -138,6 +255,17 @@ async def _watch(work: Work, files: Sequence[Path], planned: Sequence[Planned]) 
         written = [f.exists() and f.stat().st_size > 0 for f in files]
         done = sum(p.cost for p, w in zip(planned, written, strict=True) if w)
         work.progress(5 + 85 * done / total)
+
+
+def _searched(
+    planned: Sequence[Planned], made: Sequence[Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """What the search for a likeness came to, by file."""
+    return {
+        want.name: {name: told[name] for name in ("quality", "likeness", "encodes")}
+        for want, told in zip(planned, made, strict=True)
+        if want.format.target_quality is not None
+    }
 
 
 def _info(facts: dict[str, Any]) -> dict[str, Any]:

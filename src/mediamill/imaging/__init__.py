@@ -15,6 +15,8 @@ result, with `warnings` for people and `log` for the operator, or `failure` {cod
     preview   fds [in]: the same and `preview`: hashes, colors, an inline thumbnail
     make      fds [in, out, …]: the same and every one of `outputs` from one decode (see make.py)
     verify    fds [in]: decodes one of our outputs whole and holds it against the request
+    draw      fds [in, out]: an SVG as a PNG; only in a process started with --drawings, which
+              reads nothing but SVG and is ended after it
 """
 
 from __future__ import annotations

@@ -49,7 +49,14 @@ def open_picture(sniffed: Sniffed, seen: Structure, data: Data, complaints: Comp
         profile=profile,
         warnings=warnings,
     )
-    return _PillowPicture(facts, data, complaints, seen, profile)
+    picture = _PillowPicture(facts, data, complaints, seen, profile)
+    picture.exif, picture.xmp = _beside(image.info)
+    return picture
+
+
+def _beside(info: dict[str, Any]) -> tuple[bytes, bytes]:
+    exif, xmp = info.get("exif") or b"", info.get("xmp") or b""
+    return exif if isinstance(exif, bytes) else b"", xmp if isinstance(xmp, bytes) else b""
 
 
 def _open(format: str, data: Data) -> Any:
@@ -62,6 +69,16 @@ def _open(format: str, data: Data) -> Any:
     name, module = _PLUGINS[format]
     importlib.import_module(f"PIL.{module}")
     return Image.open(io.BytesIO(data), formats=(name,))
+
+
+def decoded_avif(data: Data) -> tuple[tuple[int, int], bool, bytes]:
+    """A still AVIF decoded whole: its size, whether it has transparency, its XMP packet."""
+    from PIL import AvifImagePlugin
+
+    AvifImagePlugin.DEFAULT_MAX_THREADS = 1
+    image = _open("avif", data)
+    image.load()
+    return image.size, "A" in image.getbands(), _beside(image.info)[1]
 
 
 def _frames(format: str, data: Data, numbers: range) -> Iterator[Any]:
@@ -159,7 +176,9 @@ def _open_heif(sniffed: Sniffed, seen: Structure, data: Data, complaints: Compla
         profile=profile,
         warnings=warnings,
     )
-    return _HeifPicture(facts, data, complaints, seen, profile)
+    picture = _HeifPicture(facts, data, complaints, seen, profile)
+    picture.exif, picture.xmp = _beside(file.info)
+    return picture
 
 
 def _heif_file(data: Data, *, eight_bits: bool) -> Any:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import mmap
 import os
-import re
 from collections.abc import Callable
 from typing import Any, Final
 
 import pyvips
 
 from mediamill.failures import Code, Failure
-from mediamill.imaging import Data, color, structure
+from mediamill.imaging import Data, color, drawing, structure
 from mediamill.imaging.complaints import Complaints, decoding
 from mediamill.imaging.facts import Facts, Limits, check
 from mediamill.sniff import AVIF, HEAD_BYTES, HEIC, Kind, Sniffed, sniff
@@ -80,6 +79,10 @@ class Picture:
     was not copied into memory.
     """
 
+    exif: bytes = b""
+    xmp: bytes = b""
+    """What was written beside the pixels, raw; read for a notice of copyright only."""
+
     def __init__(self, facts: Facts, data: Data, complaints: Complaints) -> None:
         self.facts = facts
         self.data = data
@@ -116,17 +119,12 @@ def mapped(fd: int) -> Data:
 
 # --- What is refused
 
-_SVG_REACHES_OUT: Final = re.compile(
-    rb"""<!ENTITY|<script|\son\w+\s*=|@import|url\(\s*['"]?(?!\#)|javascript:|<foreignObject
-    |(?:href|src)\s*=\s*['"](?!\#)""",
-    re.I | re.X,
-)
-_SVG_LOOK_BYTES: Final = 4 << 20
 _OTHER_IMAGES: Final = {
     "jxl": "JPEG XL pictures are not supported.",
     "jp2": "JPEG 2000 pictures are not supported.",
     "psd": "Photoshop documents are not supported; export a PNG or JPEG.",
     "raw": "Raw camera files are not supported; export a JPEG or TIFF.",
+    "pdf": "PDF documents are not supported; export the page as a PNG or JPEG.",
 }
 
 
@@ -136,10 +134,8 @@ def _refusal(sniffed: Sniffed | None, data: Data) -> Failure:
     if sniffed.kind is Kind.PLAYLIST:
         return Failure(Code.UNSAFE_CONTENT, "The file is a playlist: it only names other files.")
     if sniffed.format == "svg":
-        if _SVG_REACHES_OUT.search(data[:_SVG_LOOK_BYTES].replace(b"\x00", b"")):
-            return Failure(
-                Code.UNSAFE_CONTENT, "The SVG refers to other files or addresses, or has script."
-            )
+        if drawing.reaches_out(data):
+            return drawing.unsafe()
         return Failure(Code.UNSUPPORTED_FORMAT, "SVG drawings are not supported; export a PNG.")
     if sniffed.format in _OTHER_IMAGES:
         return Failure(Code.UNSUPPORTED_FORMAT, _OTHER_IMAGES[sniffed.format])
@@ -160,7 +156,16 @@ def _open_with_vips(
         from mediamill.imaging import by_pillow
 
         return by_pillow.open_picture(sniffed, seen, data, complaints)
-    return _VipsPicture(facts, data, complaints, sniffed, seen)
+    picture = _VipsPicture(facts, data, complaints, sniffed, seen)
+    picture.exif, picture.xmp = (_blob(header, f"{name}-data") for name in ("exif", "xmp"))
+    if sniffed.format == "tiff":
+        # A TIFF is itself of the form in which EXIF is written.
+        picture.exif = data[: 1 << 20] if not picture.exif else picture.exif
+    return picture
+
+
+def _blob(header: Any, name: str) -> bytes:
+    return bytes(header.get(name)) if header.get_typeof(name) else b""
 
 
 def _facts_of(sniffed: Sniffed, seen: structure.Structure, header: Any) -> Facts:
@@ -324,8 +329,8 @@ def _drop_idle_alpha(image: Any) -> Any:
     return image
 
 
-def full_frames(format: str, data: Data, frames: int) -> Any:
+def full_frames(format: str, data: Data, frames: int, **options: Any) -> Any:
     """Every row of every frame, as stored: for checking our own outputs. Not decoded yet."""
-    options = {"n": -1} if frames > 1 else {}
+    options = {"n": -1, **options} if frames > 1 else options
     source = pyvips.Source.new_from_memory(data)
     return _LOADERS[format](source, access="sequential", fail_on="error", **options)

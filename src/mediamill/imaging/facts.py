@@ -106,17 +106,28 @@ def check(
     picture of 1 × 65,500 is as hard on some decoders as a large one."""
     pixels = max(width * height, largest_pixels)
     rows = (
-        ("max_side", limits.max_side, max(width, height), "pixels"),
-        ("max_pixels", limits.max_pixels, pixels, "pixels"),
-        (
-            "max_interlaced_pixels",
-            limits.max_interlaced_pixels,
-            pixels if progressive else 0,
-            "pixels",
-        ),
-        ("max_frames", limits.max_frames, frames, "frames"),
-        ("max_total_pixels", limits.max_total_pixels, pixels * frames, "pixels"),
+        ("max_side", limits.max_side, max(width, height)),
+        ("max_pixels", limits.max_pixels, pixels),
+        ("max_interlaced_pixels", limits.max_interlaced_pixels, pixels if progressive else 0),
+        ("max_frames", limits.max_frames, frames),
+        ("max_total_pixels", limits.max_total_pixels, pixels * frames),
     )
-    for name, allowed, seen, unit in rows:
+    for name, allowed, seen in rows:
         if seen > allowed:
-            raise limit_exceeded(name, allowed=allowed, seen=seen, unit=unit)
+            raise limit_exceeded(
+                name,
+                allowed=allowed,
+                seen=seen,
+                unit="frames" if name == "max_frames" else "pixels",
+                advice=_ADVICE[name],
+            )
+
+
+_ADVICE: Final = {
+    "max_side": "Make the longer side shorter, or cut the picture into parts.",
+    "max_pixels": "Save the picture with fewer pixels.",
+    "max_interlaced_pixels": "Save it as a baseline JPEG or without interlacing, or with fewer "
+    "pixels.",
+    "max_frames": "Shorten the animation, or send it as a video.",
+    "max_total_pixels": "Shorten the animation or make it smaller, or send it as a video.",
+}

@@ -172,6 +172,9 @@ _PNG_NOTES: Final = {
 }
 
 
+_PNG_XMP: Final = b"XML:com.adobe.xmp\0"
+
+
 def _png(data: Data) -> Structure:
     seen = Structure(frames=1)
     at, animated, ended, pixels = 8, 0, False, False
@@ -197,9 +200,8 @@ def _png(data: Data) -> Structure:
             break
         pixels = pixels or name == b"IDAT"
         if name in _PNG_NOTES:
-            seen.metadata.add(_PNG_NOTES[name])
-            if name == b"iTXt" and data[body.start : body.start + 17] == b"XML:com.adobe.xmp":
-                seen.metadata.add("xmp")
+            is_xmp = name == b"iTXt" and data[body.start : body.start + 18] == _PNG_XMP
+            seen.metadata.add("xmp" if is_xmp else _PNG_NOTES[name])
         if name == b"iCCP" and not sound:
             seen.damaged_profile = True
             seen.warnings.append("The color profile is damaged and was left out.")

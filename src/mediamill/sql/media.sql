@@ -231,7 +231,7 @@ WHERE m.tenant_id = $1 AND m.id = $2
 -- name: for_work
 -- What an attempt needs to know of its media.
 SELECT id, kind, filename, content_type, size, sha256, upload_key, object_version, detected_type,
-       recipe, recipe_version, generation, preview, deleted_at, state
+       recipe, recipe_version, generation, preview, deleted_at, state, metadata
 FROM media WHERE tenant_id = $1 AND id = $2
 
 -- name: list
