@@ -22,11 +22,11 @@ from pydantic import BaseModel
 from tests import rows
 from typing_extensions import TypedDict
 
-from mediamill import Job, Mill, db, failpoints, ids, installation, jobs, sandbox, tools
+from mediamill import Job, Mill, controls, db, failpoints, ids, installation, jobs, sandbox, tools
 from mediamill import mill as mill_module
 from mediamill.attempt import Means
 from mediamill.config import Settings
-from mediamill.controls import offered, set_concurrency, set_paused
+from mediamill.controls import Kind, offered, set_concurrency, set_paused
 from mediamill.failures import Code, Failure
 from mediamill.image_children import spawner
 from mediamill.image_pool import ImagePool
@@ -643,6 +643,23 @@ async def test_a_job_enqueued_in_a_transaction_exists_if_it_commits_and_only_the
         assert (await crew.ended(uuid_of(kept)))["state"] == "completed"
 
 
+async def test_enqueueing_leaves_the_connection_of_the_application_as_it_is(crew: Crew) -> None:
+    mill = Mill()
+    mill.job("keep")(lambda job, payload: payload)
+    mine = await asyncpg.connect(crew.dsn)
+    try:
+        await mine.set_type_codec(
+            "jsonb", schema="pg_catalog", encoder=lambda v: f'"{v}"', decoder=lambda v: ("mine", v)
+        )
+        made = await mill.enqueue(mine, "keep", {"name": "Žofie"}, dedup_key="one")
+        assert await mill.enqueue(mine, "keep", {"name": "other"}, dedup_key="one") == made
+        assert await mine.fetchval("SELECT '1'::jsonb") == ("mine", "1")
+    finally:
+        await mine.close()
+    async with crew.worker(mill):
+        assert (await crew.ended(uuid_of(made)))["result"] == {"value": {"name": "Žofie"}}
+
+
 async def test_a_dedup_key_gives_the_live_job_and_is_free_after_its_end(crew: Crew) -> None:
     mill = Mill()
     mill.job("noop")(lambda job: None)
@@ -1114,6 +1131,32 @@ async def test_a_worker_tells_what_it_can_do(crew: Crew) -> None:
     (kind,) = known
     assert (kind.queue, kind.version, kind.max_attempts) == ("audio", 3, 7)
     assert (kind.timeout_seconds, kind.concurrency) == (120.0, 2)
+
+
+async def test_the_cap_of_a_kind_is_that_of_its_newest_version_on_offer(crew: Crew) -> None:
+    def kind(version: int, concurrency: int | None) -> Kind:
+        return Kind("report", version, "default", 5, None, concurrency)
+
+    async def caps() -> dict[str, int]:
+        return (await controls.limits(connection))[1]
+
+    async with db.acquire(crew.pool) as connection:
+        await controls.offer(connection, [kind(1, 2)])
+        assert await caps() == {"report": 2}
+        await controls.offer(connection, [kind(2, 3)])
+        assert await caps() == {"report": 3}
+        await controls.offer(connection, [kind(3, None)])
+        assert await caps() == {}
+        # The deploy is taken back: after a while only the old version is on offer.
+        await connection.execute(
+            "UPDATE kinds SET seen_at = now() - interval '1 hour' WHERE version > 1"
+        )
+        assert await caps() == {"report": 2}
+        await connection.execute(
+            "UPDATE kinds SET seen_at = now() - interval '31 days' WHERE version = 2"
+        )
+        await controls.forget(connection)
+        assert [k.version for k in await offered(connection, "report")] == [3, 1]
 
 
 async def offered_kinds(crew: Crew) -> list[Any]:

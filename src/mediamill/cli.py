@@ -84,12 +84,13 @@ def _runner() -> asyncio.Runner:
 @click.option("--port", type=int, help="Port to listen on; 0 takes a free one.")
 @click.option("--slots", help="Slots of the worker, such as image=4,video=1.")
 @click.option("--data-dir", type=click.Path(file_okay=False), help="Where everything local lives.")
-def up(**flags: Any) -> None:
+@click.option("--app", help="The application's jobs, such as shop.jobs:mill.")
+def up(app: str | None, **flags: Any) -> None:
     """Start everything on this machine, with an embedded PostgreSQL unless MEDIAMILL_DATABASE_URL
     is set."""
     from mediamill import up as platform
 
-    sys.exit(platform.run(_settings(**flags)))
+    sys.exit(platform.run(_settings(**flags), app))
 
 
 @main.command()

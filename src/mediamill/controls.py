@@ -5,11 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Final
 
 from mediamill import db
 
 _SQL: Final = db.load("queues")
+
+OFFER_SECONDS: Final = 60.0
+"""How often a worker says again what it offers."""
+_OFFERED_NOW: Final = timedelta(seconds=5 * OFFER_SECONDS)
+_KNOWN: Final = timedelta(days=30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +73,20 @@ async def offered(connection: db.Connection, kind: str) -> list[Kind]:
 
 
 async def offered_kinds(connection: db.Connection) -> list[str]:
-    """Every kind that a worker ever offered."""
+    """Every kind that a worker has offered in the last 30 days."""
     return [row["kind"] for row in await connection.fetch(_SQL.offered_kinds)]
 
 
 async def limits(connection: db.Connection) -> tuple[dict[str, Control], dict[str, int]]:
-    """The queues that anything was set for, and the kinds with a cap over the whole fleet."""
-    rows = await connection.fetch(_SQL.limits)
+    """The queues that anything was set for, and the kinds that are offered now with a cap over the
+    whole fleet."""
+    rows = await connection.fetch(_SQL.limits, _OFFERED_NOW)
     return (
         {r["queue"]: Control(r["paused"], r["concurrency"]) for r in rows if r["kind"] is None},
         {r["kind"]: r["concurrency"] for r in rows if r["kind"] is not None},
     )
+
+
+async def forget(connection: db.Connection) -> None:
+    """Drop the kinds that no worker has offered for 30 days."""
+    await connection.execute(_SQL.forget_kinds, _KNOWN)

@@ -185,11 +185,12 @@ async def prepare(connection: Any) -> None:
     """Teach a connection the JSON codec that our statements speak."""
     for name in ("json", "jsonb"):
         await connection.set_type_codec(
-            name, encoder=_to_json, decoder=json.loads, schema="pg_catalog"
+            name, encoder=to_json, decoder=json.loads, schema="pg_catalog"
         )
 
 
-def _to_json(value: Any) -> str:
+def to_json(value: Any) -> str:
+    """JSON as our jsonb columns take it. Raises ValueError for NaN and infinities."""
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 

@@ -140,7 +140,7 @@ async def enqueue(
         [j.kind for j in wanted],
         [j.schema_version for j in wanted],
         [j.queue for j in wanted],
-        [j.payload for j in wanted],
+        [db.to_json(j.payload) for j in wanted],
         [j.priority for j in wanted],
         [timedelta(seconds=j.delay_seconds) for j in wanted],
         [j.max_attempts for j in wanted],

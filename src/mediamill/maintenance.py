@@ -18,7 +18,7 @@ from uuid import UUID
 import asyncpg
 import structlog
 
-from mediamill import db, failpoints, ids, jobs, media, queue, storage, uploads, variants
+from mediamill import controls, db, failpoints, ids, jobs, media, queue, storage, uploads, variants
 from mediamill.attempt import settle_failure
 from mediamill.config import QUEUES, Settings
 from mediamill.failures import Code, LeaseLost, Problem
@@ -268,6 +268,7 @@ class Maintenance:
         retention = timedelta(seconds=self._settings.job_retention_seconds)
         await connection.execute(_SQL.forget_events, retention, 1000)
         await connection.execute(_SQL.forget_keys)
+        await controls.forget(connection)
         return 0
 
 

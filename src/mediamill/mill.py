@@ -184,6 +184,8 @@ class JobKind:
     function: Callable[..., Any]
     payload: TypeAdapter[Any] | None
     """None takes the JSON object as it is."""
+    parameters: int
+    """How many of (job, payload) the function takes."""
 
     def read(self, payload: dict[str, Any]) -> Any:
         """The typed payload. Raises Failure(INVALID_REQUEST)."""
@@ -231,7 +233,8 @@ class Mill:
 
         def register(function: F) -> F:
             row = Kind(kind, version, queue, max_attempts, seconds(timeout), concurrency)
-            self.kinds[kind, version] = JobKind(row, function, _payload_of(function))
+            parameters = len(inspect.signature(function).parameters)
+            self.kinds[kind, version] = JobKind(row, function, _payload_of(function), parameters)
             return function
 
         return register
@@ -262,10 +265,9 @@ class Mill:
             delay_seconds=delay_seconds,
             dedup_key=dedup_key,
         )
-        with_codec = await _with_json(connection)
-        while not await jobs.enqueue(with_codec, tenant_id, [new]):
+        while not await jobs.enqueue(connection, tenant_id, [new]):
             assert dedup_key is not None
-            known = await jobs.duplicate(with_codec, tenant_id, kind, dedup_key)
+            known = await jobs.duplicate(connection, tenant_id, kind, dedup_key)
             if known is not None:
                 return ids.encode(ids.JOB, known)
             # The job that held the key ended between the two statements: the key is free.
@@ -321,7 +323,7 @@ async def run(kind: JobKind, running: Running, children: list[db.Row] | None) ->
     )
     job = Job(running, results)
     # A task of its own, so that a function which ignores its end does not hold up ours.
-    work = asyncio.create_task(_call(kind.function, *_arguments(kind.function, job, payload)))
+    work = asyncio.create_task(_call(kind.function, *(job, payload)[: kind.parameters]))
     try:
         await asyncio.wait({work}, timeout=claim.timeout_seconds)
     except asyncio.CancelledError:
@@ -402,10 +404,6 @@ def _payload_of(function: Callable[..., Any]) -> TypeAdapter[Any] | None:
     return None if hint in (dict, Any) or typing.get_origin(hint) is dict else TypeAdapter(hint)
 
 
-def _arguments(function: Callable[..., Any], job: Job, payload: Any) -> tuple[Any, ...]:
-    return (job, payload)[: len(inspect.signature(function).parameters)]
-
-
 async def _end(work: asyncio.Task[Any], running: Running) -> None:
     """Cancel the function, and wait a moment for it to tidy up; it may go on, without the job."""
     work.cancel()
@@ -453,9 +451,3 @@ async def _in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
 
     threading.Thread(target=main, name="mill job", daemon=True).start()
     return await returned
-
-
-async def _with_json(connection: db.Connection) -> db.Connection:
-    """The application's connection, with the JSON codec that our statements speak."""
-    await db.prepare(connection)
-    return connection

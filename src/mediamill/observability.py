@@ -101,6 +101,12 @@ class Metrics:
             ["queue"],
             registry=self.registry,
         )
+        self.paused = Gauge(
+            "media_queue_paused",
+            "1 for a queue that an operator paused, else 0.",
+            ["queue"],
+            registry=self.registry,
+        )
         self.slots = Gauge(
             "media_worker_slots", "Slots of live workers.", ["queue"], registry=self.registry
         )

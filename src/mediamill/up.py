@@ -106,11 +106,12 @@ class Platform:
                 service.restarts += 1
 
 
-def run(settings: Settings) -> int:
-    """Run the platform until SIGINT or SIGTERM; the exit code."""
+def run(settings: Settings, app: str | None = None) -> int:
+    """Run the platform until SIGINT or SIGTERM; the exit code. `app` names the jobs of an
+    application that its worker does too."""
     stopping = stop_flag()
     try:
-        with platform(settings, stopping=stopping) as running:
+        with platform(settings, app, stopping=stopping) as running:
             _banner(running)
             while not stopping():
                 running.tend()
@@ -124,7 +125,7 @@ def run(settings: Settings) -> int:
 
 @contextmanager
 def platform(
-    settings: Settings, *, stopping: Callable[[], bool] = lambda: False
+    settings: Settings, app: str | None = None, *, stopping: Callable[[], bool] = lambda: False
 ) -> Iterator[Platform]:
     """The platform, started and answering; stopped when the block ends. Raises CannotStart."""
     began = time.perf_counter()
@@ -141,7 +142,8 @@ def platform(
             dsn = settings.database_url
         database_seconds = time.perf_counter() - began
         api_key = asyncio.run(_prepare(settings, dsn))
-        services = [_service(settings, dsn, name) for name in ("api", "worker")]
+        commands = (["api"], ["worker", *(["--app", app] if app else [])])
+        services = [_service(settings, dsn, command) for command in commands]
         for service in services:
             service.start()
         running = Platform(settings, dsn, api_key, services, server)
@@ -182,7 +184,7 @@ async def _prepare(settings: Settings, dsn: str) -> str:
         await connection.close()
 
 
-def _service(settings: Settings, dsn: str, name: str) -> Service:
+def _service(settings: Settings, dsn: str, command: list[str]) -> Service:
     env = {k: v for k, v in os.environ.items() if not k.startswith("MEDIAMILL_")}
     given = settings.model_dump(mode="json", exclude_none=True)
     env |= {
@@ -196,7 +198,8 @@ def _service(settings: Settings, dsn: str, name: str) -> Service:
     argv = [sys.executable, "-m", "mediamill", "--bound-to", str(os.getpid())]
     if settings.database_url is None:
         argv += ["--keep-database", str(settings.data_dir / "postgres")]
-    argv.append(name)
+    argv += command
+    name = command[0]
     return Service(name, argv, env, observability.open_log(settings.logs_dir, name))
 
 

@@ -81,6 +81,7 @@ class Worker:
         helpers = [
             asyncio.create_task(queue.Bell(self._dsn, self._awake.set).run()),
             asyncio.create_task(self._be_seen()),
+            asyncio.create_task(self._go_on_offering()),
             asyncio.create_task(self._follow_controls()),
         ]
         stopped = asyncio.create_task(stop.wait())
@@ -233,6 +234,13 @@ class Worker:
                 async with db.acquire(self._means.pool) as connection:
                     await installation.see_worker(connection, self._name, stopping=self._draining)
             await asyncio.sleep(_SEEN_SECONDS)
+
+    async def _go_on_offering(self) -> None:
+        while True:
+            await asyncio.sleep(controls.OFFER_SECONDS)
+            with suppress(*_PASSING):
+                async with db.acquire(self._means.pool) as connection:
+                    await controls.offer(connection, self._means.offer)
 
     async def _drain(self) -> None:
         self._draining = True

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx2 as httpx
 import pytest
@@ -25,11 +26,21 @@ from tests.stories.harness import (
 
 from mediamill.client import Client
 
+_JOBS = """
+from mediamill import Job, Mill
+
+mill = Mill()
+
+@mill.job("double")
+def double(job: Job, payload: dict) -> int:
+    return 2 * payload["n"]
+"""
+
 
 class Up:
     """One run of the command."""
 
-    def __init__(self, folder: Path, port: int) -> None:
+    def __init__(self, folder: Path, port: int, *flags: str) -> None:
         self.port = port
         self._out = folder / f"up-{time.monotonic_ns()}.log"
         env = {k: v for k, v in os.environ.items() if not k.startswith("MEDIAMILL_")}
@@ -40,8 +51,9 @@ class Up:
         }
         with self._out.open("wb") as out:
             self.popen = subprocess.Popen(
-                [sys.executable, "-c", "from mediamill.cli import main; main()", "up"],
+                [sys.executable, "-c", "from mediamill.cli import main; main()", "up", *flags],
                 env=env,
+                cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
@@ -65,7 +77,7 @@ class Up:
     def service(self, name: str) -> int | None:
         """The process id of the API or the worker."""
         for pid in descendants(self.popen.pid):
-            if arguments(pid).split(b"\0")[-2:-1] == [name.encode()]:
+            if name.encode() in arguments(pid).split(b"\0"):
                 return pid
         return None
 
@@ -137,13 +149,23 @@ def test_up_heals_itself_stops_clean_and_keeps_its_data(
     assert first.popen.wait(30) == 0
     assert_gone(everything, seconds=8)
 
-    second = Up(folder, port)
+    (folder / "my_jobs.py").write_text(_JOBS)
+    second = Up(folder, port, "--app", "my_jobs:mill")
     started.append(second)
     assert second.key == first.key
     with Client(second.url, second.key) as client:
         kept = client.media(media_id)
         assert kept["state"] == "ready"
         assert client.download(kept["variants"][0])
+    with httpx.Client(headers={"Authorization": f"Bearer {second.key}"}) as http:
+        answer = http.post(f"{second.url}/v1/jobs", json={"kind": "double", "payload": {"n": 21}})
+        assert answer.status_code == 202, answer.text
+        job = until(
+            lambda: _ended(http.get(f"{second.url}{answer.headers['location']}").json()),
+            seconds=20,
+            why="the job of the application is not done",
+        )
+    assert (job["state"], job["result"]) == ("completed", 42)
 
     # Even a kill that nobody can catch takes everything along.
     everything = second.everything()
@@ -184,3 +206,7 @@ def _answers(url: str) -> bool:
         return httpx.get(f"{url}/readyz", timeout=2).status_code == 200
     except httpx.HTTPError:
         return False
+
+
+def _ended(job: dict[str, Any]) -> dict[str, Any] | None:
+    return job if job["finished_at"] else None

@@ -225,7 +225,7 @@ def _add(app: FastAPI, route: _Route) -> None:
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in re.findall(r"{(\w+)}", route.path)
-    ]
+    ] + route.more.get("parameters", [])
     problem = {"description": "A problem document (RFC 9457)."}
     app.add_api_route(
         route.path,
@@ -236,7 +236,7 @@ def _add(app: FastAPI, route: _Route) -> None:
         responses=dict.fromkeys(_REFUSALS, problem),
         description=route.endpoint.__doc__,
         tags=[route.path.split("/")[2]],
-        openapi_extra={**({"parameters": parameters} if parameters else {}), **route.more},
+        openapi_extra=route.more | ({"parameters": parameters} if parameters else {}),
     )
 
 

@@ -12,7 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mediamill import db, installation
+from mediamill import controls, db, installation
 from mediamill.api.services import json_response, services
 from mediamill.config import QUEUES
 from mediamill.observability import Metrics
@@ -63,11 +63,13 @@ async def metrics(request: Request) -> Response:
 async def _measure(found: Metrics, connection: db.Connection) -> None:
     figures = {row["queue"]: row for row in await connection.fetch(_SQL.queue_figures)}
     slots = await installation.slots(connection)
+    settings = await controls.read(connection)
     for queue in QUEUES:
         row = figures.get(queue)
         found.queue_jobs.labels(queue, "queued").set(row["queued"] if row else 0)
         found.queue_jobs.labels(queue, "processing").set(row["processing"] if row else 0)
         found.oldest.labels(queue).set(row["oldest_seconds"] if row else 0)
+        found.paused.labels(queue).set(queue in settings and settings[queue].paused)
         found.slots.labels(queue).set(slots.get(queue, 0))
     dead = await connection.fetchrow(_SQL.dead_letters)
     assert dead is not None

@@ -3,10 +3,11 @@
 
 -- name: enqueue
 -- moves: job -> queued
--- New jobs of one tenant, as parallel arrays. One that is already there by its dedup key, or as this
+-- New jobs of one tenant, as parallel arrays; payloads as text, since an application's connection
+-- has whatever JSON codec it likes. One that is already there by its dedup key, or as this
 -- child of its parent, is left as it is and does not come back.
 WITH wanted AS (
-    SELECT * FROM unnest($2::uuid[], $3::text[], $4::int[], $5::text[], $6::jsonb[], $7::int[],
+    SELECT * FROM unnest($2::uuid[], $3::text[], $4::int[], $5::text[], $6::text[], $7::int[],
                          $8::interval[], $9::int[], $10::float8[], $11::text[], $12::text[],
                          $13::real[])
         WITH ORDINALITY AS w (id, kind, schema_version, queue, payload, priority, delay,
@@ -15,7 +16,7 @@ WITH wanted AS (
     INSERT INTO jobs (tenant_id, id, state, kind, queue, role, schema_version, payload, priority,
                       run_at, max_attempts, timeout_seconds, dedup_key, parent_id, child_key, weight,
                       turn)
-    SELECT $1, id, 'queued', kind, queue, 'job', schema_version, payload, priority,
+    SELECT $1, id, 'queued', kind, queue, 'job', schema_version, payload::jsonb, priority,
            now() + delay, max_attempts, timeout_seconds, dedup_key, $14::uuid, child_key, weight,
            mediamill_turn(queue, priority, $1)
                + row_number() OVER (PARTITION BY queue, priority ORDER BY position) - 1

@@ -28,7 +28,15 @@ WHERE kind = $1 ORDER BY version DESC
 SELECT DISTINCT kind FROM kinds ORDER BY kind
 
 -- name: limits
--- What a worker follows: every queue that anything was set for, and every kind with a cap.
+-- What a worker follows: every queue that anything was set for, and every kind with a cap, as its
+-- newest version has it among those that workers offer now.
 SELECT queue, NULL AS kind, paused, concurrency FROM queues
 UNION ALL
-SELECT NULL, kind, false, min(concurrency) FROM kinds WHERE concurrency IS NOT NULL GROUP BY kind
+SELECT NULL, kind, false, concurrency FROM (
+    SELECT DISTINCT ON (kind) kind, concurrency FROM kinds
+    WHERE seen_at > now() - $1::interval ORDER BY kind, version DESC
+) AS newest WHERE concurrency IS NOT NULL
+
+-- name: forget_kinds
+-- Kinds that no worker has offered for so long.
+DELETE FROM kinds WHERE seen_at < now() - $1::interval
