@@ -35,10 +35,10 @@ run: $(RUN)  ## start the platform for development
 	@$(BIN)/mediamill up
 
 test: $(DEV)  ## the test suite (needs nothing but this)
-	$(BIN)/python -m pytest -n 2 -m "not browser and not extra and not soak"
+	$(BIN)/python -m pytest -n 2 -m "not browser and not extra and not faults"
 
 test-faults: $(DEV)  ## the fault campaign: kills, freezes, cuts and restarts at every step
-	$(BIN)/python -m pytest -n 2 -m soak
+	$(BIN)/python -m pytest -n 3 -m faults
 
 test-ui: $(DEV)  ## tests in a real browser
 	$(BIN)/python -m pytest -m browser || [ $$? -eq 5 ]

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import select
+import signal
 import sys
 import tempfile
 import threading
@@ -165,6 +166,25 @@ async def test_a_child_that_leaves_without_an_answer_is_a_failure(
     with pytest.raises(Failure) as caught:
         await ask(pool, "leave", code=returncode)
     assert caught.value.code is code
+
+
+async def test_a_failure_brings_what_the_libraries_said(pool: ImagePool) -> None:
+    answer = {"failure": {"code": "corrupt_input"}, "log": ["png: bad CRC", "second line"]}
+    with pytest.raises(Failure) as caught:
+        await ask(pool, "work", answer=answer)
+    assert caught.value.code is Code.CORRUPT_INPUT
+    assert caught.value.__notes__ == ["png: bad CRC\nsecond line"]
+
+
+async def test_who_started_a_child_may_know_why_it_died() -> None:
+    def explain(child: Child) -> Failure:
+        assert child.returncode == -signal.SIGSEGV
+        return Failure(Code.MEMORY_LIMIT)
+
+    async with ImagePool(spawn_stand_in, size=1, explain=explain) as pool:
+        with pytest.raises(Failure) as caught:
+            await ask(pool, "die", signal=signal.SIGSEGV)
+        assert caught.value.code is Code.MEMORY_LIMIT
 
 
 async def test_a_child_that_hangs_is_killed_in_time(pool: ImagePool) -> None:

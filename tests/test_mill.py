@@ -28,8 +28,7 @@ from mediamill.attempt import Means
 from mediamill.config import Settings
 from mediamill.controls import Kind, offered, set_concurrency, set_paused
 from mediamill.failures import Code, Failure
-from mediamill.image_children import spawner
-from mediamill.image_pool import ImagePool
+from mediamill.image_children import confined_pool
 from mediamill.jobs import Claim
 from mediamill.lease import Leases, Stop
 from mediamill.maintenance import Maintenance
@@ -91,7 +90,7 @@ class Crew:
                 toolbox=toolbox,
                 sandbox=confined,
                 groups=groups,
-                images=ImagePool(spawner(settings, toolbox, confined, groups), size=1),
+                images=confined_pool(settings, toolbox, confined, groups, size=1),
                 leases=Leases(
                     self.dsn,
                     lease_seconds=settings.lease_seconds,

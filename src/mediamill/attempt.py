@@ -420,6 +420,11 @@ class Attempt:
                 owner=owner(self.claim),
                 tenant=self.claim.tenant_id,
             )
+        except Failure as failure:
+            said = "\n".join(filter(None, getattr(failure, "__notes__", ())))
+            if said:
+                self._log.append(f"[{request['op']}]\n{said}")
+            raise
         finally:
             self._commands.append(
                 {

@@ -8,13 +8,14 @@ import os
 from typing import Final
 
 from mediamill.config import Settings
-from mediamill.failures import Failure
-from mediamill.image_pool import Spawn
+from mediamill.failures import Code, Failure
+from mediamill.image_pool import Child, ImagePool
 from mediamill.sandbox import Jail, Limits, Sandbox
-from mediamill.tools import Command, Finished, ProcessGroups, Toolbox, run
+from mediamill.tools import Command, Finished, ProcessGroups, Toolbox, classify, run
 
 _DAY: Final = 86_400
 _MAX_OUTPUT_BYTES: Final = 256 << 20
+_LAST_WORDS: Final = 4096
 
 
 class ImageChild:
@@ -35,6 +36,16 @@ class ImageChild:
     def kill(self) -> None:
         self._groups.kill(self._name)
 
+    def explain(self, limits: Limits) -> Failure:
+        """Why it died, as its starter saw it, with its last words as a note."""
+        crashed = Failure(Code.TOOL_FAILED, "The decoder crashed on this file.")
+        if not self._task.done() or self._task.cancelled() or self._task.exception():
+            return crashed
+        finished = self._task.result()
+        failure = classify(finished, tool="python", limits=limits) or crashed
+        failure.add_note(finished.stderr_tail[-_LAST_WORDS:].strip())
+        return failure
+
     async def wait(self) -> int:
         try:
             return (await asyncio.shield(self._task)).returncode
@@ -42,8 +53,10 @@ class ImageChild:
             return -1
 
 
-def spawner(settings: Settings, toolbox: Toolbox, sandbox: Sandbox, groups: ProcessGroups) -> Spawn:
-    """How this worker starts an image process."""
+def confined_pool(
+    settings: Settings, toolbox: Toolbox, sandbox: Sandbox, groups: ProcessGroups, *, size: int
+) -> ImagePool:
+    """The image processes of this worker, each in a jail of its own."""
     numbers = itertools.count(1)
     jail = Jail(
         Limits(
@@ -53,6 +66,10 @@ def spawner(settings: Settings, toolbox: Toolbox, sandbox: Sandbox, groups: Proc
             wall_seconds=_DAY,
         )
     )
+
+    def explain(child: Child) -> Failure:
+        assert isinstance(child, ImageChild)
+        return child.explain(jail.limits)
 
     async def spawn(argv: list[str], fds: tuple[int, ...]) -> ImageChild:
         name = f"image-child-{next(numbers)}"
@@ -74,4 +91,4 @@ def spawner(settings: Settings, toolbox: Toolbox, sandbox: Sandbox, groups: Proc
         task.add_done_callback(ended)
         return ImageChild(name, groups, task)
 
-    return spawn
+    return ImagePool(spawn, size=size, explain=explain)

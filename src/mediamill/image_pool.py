@@ -24,6 +24,7 @@ DEFAULT_MAX_CPU_SECONDS: Final = 900.0
 START_SECONDS: Final = 30.0
 _LAST_BREATH_SECONDS: Final = 2.0
 _DETAIL_CHARACTERS: Final = 500
+_LOG_CHARACTERS: Final = 16_000
 
 
 class Child(Protocol):
@@ -82,13 +83,16 @@ class ImagePool:
         max_cpu_seconds: float = DEFAULT_MAX_CPU_SECONDS,
         concurrency: int = 1,
         python: str = sys.executable,
+        explain: Callable[[Child], Failure] | None = None,
     ) -> None:
+        """`explain` says why a child that died by itself did so; by default, its signal does."""
         if size < 1 or max_jobs < 1:
             raise ValueError("size and max_jobs must be at least 1")
         self._spawn = spawn
         self._size = size
         self._max_jobs = max_jobs
         self._max_cpu_seconds = max_cpu_seconds
+        self._explain = explain or _death
         self._argv = [python, "-I", "-m", "mediamill.imaging", "--concurrency", str(concurrency)]
         self._slots = asyncio.Semaphore(size)
         self._starting = 0
@@ -126,10 +130,11 @@ class ImagePool:
     ) -> dict[str, Any]:
         """Ask a child, and return its answer; raise `Failure` for a failure that it answers.
 
-        The descriptors stay the caller's to close. A child is reused for the same `tenant` only;
-        `owner` is the name under which `kill` finds this request. A drawing (`draw`) gets a child
-        of its own, which ends with it. The child is killed, and gone when this returns, if it does
-        not answer within `wall_seconds` (`time_limit`), dies (`tool_failed`; `memory_limit` if that
+        A failure has what the libraries said as a note. The descriptors stay the caller's
+        to close. A child is reused for the same `tenant` only; `owner` is the name under
+        which `kill` finds this request. A drawing (`draw`) gets a child of its own, which
+        ends with it. The child is killed, and gone when this returns, if it does not answer
+        within `wall_seconds` (`time_limit`), dies (`tool_failed`; `memory_limit` if that
         was the reason), breaks the protocol, or if the waiting task is canceled.
         """
         message = wire.pack(dict(op), limit=wire.MAX_REQUEST_BYTES)
@@ -163,7 +168,9 @@ class ImagePool:
             finally:
                 await self._give_back(worker, sound=sound)
         if "failure" in answer:
-            raise _failure(answer["failure"])
+            failure = _failure(answer["failure"])
+            failure.add_note(_lines(answer.get("log")))
+            raise failure
         return answer
 
     def kill(self, owner: str) -> int:
@@ -289,7 +296,7 @@ class ImagePool:
             return _shutting_down()
         if worker.killed:
             return Failure(Code.CANCELED)
-        return _death(worker.process.returncode)
+        return self._explain(worker.process)
 
 
 def _is_lost(worker: _Worker) -> bool:
@@ -346,7 +353,8 @@ def _shutting_down() -> Failure:
     return Failure(Code.INTERNAL, "The image processes are being shut down.")
 
 
-def _death(returncode: int | None) -> Failure:
+def _death(child: Child) -> Failure:
+    returncode = child.returncode
     if returncode is not None:
         # A launcher that stays in between reports a signal as 128 + its number.
         number = -returncode if returncode < 0 else returncode - 128
@@ -360,6 +368,12 @@ def _sound(answer: Mapping[str, Any]) -> bool:
     """Whether the child that gave this answer may be asked again."""
     failure = answer.get("failure")
     return not (isinstance(failure, dict) and failure.get("code") in _UNSOUND)
+
+
+def _lines(answered: object) -> str:
+    """What the libraries said, for the log of the attempt."""
+    lines = answered if isinstance(answered, list) else []
+    return "\n".join(str(line) for line in lines)[-_LOG_CHARACTERS:]
 
 
 def _number(answered: object) -> float:

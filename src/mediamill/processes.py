@@ -26,8 +26,7 @@ from mediamill.attempt import Means
 from mediamill.config import Settings, parse_slots
 from mediamill.estimates import Forecaster
 from mediamill.handlers import image, preview, video
-from mediamill.image_children import spawner
-from mediamill.image_pool import ImagePool
+from mediamill.image_children import confined_pool
 from mediamill.installation import Installation
 from mediamill.jobs import Claim
 from mediamill.keys import Keychain
@@ -163,7 +162,7 @@ async def _serve_worker(settings: Settings, app: str | None) -> None:
             on_stop=on_stop,
         )
         size = slots.get("image", 0) + slots.get("video", 0)
-        images = ImagePool(spawner(settings, toolbox, confined, groups), size=max(size, 1))
+        images = confined_pool(settings, toolbox, confined, groups, size=max(size, 1))
         means = Means(
             settings=settings,
             pool=pool,

@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The campaign takes minutes: `make test-faults` runs it."""
     for item in items:
         if "/faults/" in item.nodeid and "test_checker" not in item.nodeid:
-            item.add_marker(pytest.mark.soak)
+            item.add_marker(pytest.mark.faults)
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ def test_pictures_pass_an_hour_of_long_jobs(lab: Lab) -> None:
 
 @pytest.mark.timeout(180)
 def test_threefold_oversubscription_of_the_cores_loses_no_lease(make_lab: Make) -> None:
-    """The short form of `make soak OVERSUBSCRIBE=1`: processes that eat every core twice over."""
+    """The short form of `OVERSUBSCRIBE=3 make soak`: processes that eat every core twice over."""
     import os
 
     cores = os.cpu_count() or 2

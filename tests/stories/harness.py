@@ -135,7 +135,7 @@ class Platform:
             assert "cannot listen" in api.log.read_text(), f"the API did not start: {api.log}"
             self.port = 0
         if not self.key:
-            self.key = self.make_key()
+            self.key = self.make_key(scopes=("admin", "operate"))
         return api
 
     def start_worker(self, slots: str | None = None, **settings: object) -> Process:

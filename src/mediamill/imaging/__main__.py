@@ -68,6 +68,8 @@ def _set_up(concurrency: int, *, drawings: bool) -> Complaints:
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES: Final = 64 << 20
+_TRACEBACK_LINES: Final = 40
+_NEARLY_ALL: Final = 0.8
 
 
 def _tame_malloc() -> None:
@@ -98,9 +100,10 @@ def _answer(
             answer = _do(request, fds, complaints, drawings=drawings)
     except (Failure, Refused) as error:
         problem = error.problem
+        unknown = problem.code is Code.TOOL_FAILED and _short_of_memory()
         answer = {
             "failure": {
-                "code": problem.code.code,
+                "code": (Code.MEMORY_LIMIT if unknown else problem.code).code,
                 "detail": problem.detail,
                 "limit": problem.limit,
             }
@@ -108,13 +111,24 @@ def _answer(
     except MemoryError:
         answer = {"failure": {"code": Code.MEMORY_LIMIT.code, "detail": "", "limit": None}}
     except Exception:
-        sys.stderr.write(traceback.format_exc())
-        sys.stderr.flush()
-        answer = {"failure": {"code": Code.TOOL_FAILED.code, "detail": "", "limit": None}}
+        code = Code.MEMORY_LIMIT if _short_of_memory() else Code.TOOL_FAILED
+        complaints.lines.extend(traceback.format_exc().splitlines()[-_TRACEBACK_LINES:])
+        answer = {"failure": {"code": code.code, "detail": "", "limit": None}}
     answer["log"] = list(complaints.lines)
     answer["seconds"] = round(time.perf_counter() - began, 4)
     answer["cpu_seconds"] = round(time.process_time() - cpu, 4)
     return answer
+
+
+def _short_of_memory() -> bool:
+    """Libraries hide a failed allocation behind other errors; the peak does not hide."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    return soft != resource.RLIM_INFINITY and _peak_bytes() >= _NEARLY_ALL * soft
+
+
+def _peak_bytes() -> int:
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 @contextmanager
@@ -196,7 +210,7 @@ def _hello() -> dict[str, Any]:
         "reads": list(decode.FORMATS),
         "writes": sorted(MAX_SIDE),
         "open_fds": sum(map(_is_open, range(256))),
-        "max_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "max_rss_bytes": _peak_bytes(),
     }
 
 

@@ -20,7 +20,8 @@ _FAILURES: Final[tuple[tuple[re.Pattern[str], Code, str], ...]] = tuple(
         (r"no space left", Code.SCRATCH_FULL, ""),
         (
             r"out of memory|(?:unable|cannot|failed) to allocate|bad_alloc|insufficient memory"
-            r"|memory allocation|allocating \d+ bytes failed",
+            r"|memory allocation|allocating \d+ bytes failed"
+            r"|creating thread: resource temporarily unavailable|can't start new thread",
             Code.MEMORY_LIMIT,
             "",
         ),
