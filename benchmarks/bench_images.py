@@ -38,8 +38,7 @@ from tests import make_media
 from mediamill import observability, sandbox, tools
 from mediamill.client import Body, Client
 from mediamill.failures import Code, Failure
-from mediamill.image_children import spawner
-from mediamill.image_pool import ImagePool
+from mediamill.image_children import confined_pool
 
 HERE: Final = Path(__file__).resolve().parent
 CORES: Final = os.cpu_count() or 1
@@ -365,10 +364,10 @@ async def bomb(here: Stand, report: Report) -> None:
     data = _huge_png(30_000)
     say(f"\nbomb: 900 megapixels in {len(data):,} bytes")
     groups = tools.ProcessGroups()
-    spawn = spawner(here.settings, tools.resolve(None, None), sandbox.detect(), groups)
+    toolbox, confined = tools.resolve(None, None), sandbox.detect()
     request = {"op": "make", "outputs": [{"fd_index": 1, "format": "jpeg", "width": 320}]}
     limits = here.settings.image_limits("default").model_dump(exclude={"max_bytes"})
-    async with ImagePool(spawn, size=1) as pool:
+    async with confined_pool(here.settings, toolbox, confined, groups, size=1) as pool:
         await pool.warm()
         child = max(harness.descendants(os.getpid()), key=_image_process)
         before, seconds = _status(child, "VmRSS"), []

@@ -7,8 +7,10 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from uuid import UUID
 
+import asyncpg
 import pytest
 from tests import rows
 
@@ -235,6 +237,42 @@ async def test_a_duty_runs_once_at_a_time(mill: Mill) -> None:
     assert sum(done) == 1
     numbers = [duty.number for duty in mill.duties.duties]
     assert len(set(numbers)) == len(numbers)
+
+
+# --- end_stalled
+
+
+async def test_a_session_that_stands_still_within_a_statement_is_ended(
+    mill: Mill, dsn: str
+) -> None:
+    """As a process leaves it that is frozen between the two halves of a statement."""
+    _, birth = await mill.accepted()
+    sessions: list[Any] = [
+        await asyncpg.connect(dsn, server_settings={"application_name": name})
+        for name in ("mediamill worker", "something else", "mediamill worker")
+    ]
+    ours, foreign, slow = sessions
+    try:
+        for stalled in (ours, foreign):
+            await stalled.execute("BEGIN")
+            await stalled.execute("SELECT 1 FROM jobs WHERE id = $1 FOR SHARE", birth.id)
+            query = b"\0SELECT 1\0" + (0).to_bytes(2, "big")
+            parse = b"P" + (4 + len(query)).to_bytes(4, "big") + query
+            flush = b"H" + (4).to_bytes(4, "big")
+            stalled._transport.pause_reading()
+            stalled._transport.write(parse + flush)  # and no more: the server waits for the rest
+        await slow.execute("BEGIN")
+        long = asyncio.create_task(slow.execute("SELECT pg_sleep(2)"))
+        await asyncio.sleep(2 * mill.settings.lease_seconds)
+        assert await mill.do("end_stalled") == 1
+        await long, "a statement that takes its time is let be"
+        left = {r["pid"] for r in await mill.sql("SELECT pid FROM pg_stat_activity")}
+        assert ours.get_server_pid() not in left
+        assert foreign.get_server_pid() in left, "other programs' sessions are none of ours"
+        assert await mill.do("end_stalled") == 0
+    finally:
+        for session in sessions:
+            session.terminate()
 
 
 # --- republish

@@ -9,7 +9,7 @@ from typing import Final
 
 from mediamill.config import Settings
 from mediamill.failures import Code, Failure
-from mediamill.image_pool import Child, ImagePool
+from mediamill.image_pool import DEFAULT_MAX_JOBS, Child, ImagePool
 from mediamill.sandbox import Jail, Limits, Sandbox
 from mediamill.tools import Command, Finished, ProcessGroups, Toolbox, classify, run
 
@@ -54,7 +54,13 @@ class ImageChild:
 
 
 def confined_pool(
-    settings: Settings, toolbox: Toolbox, sandbox: Sandbox, groups: ProcessGroups, *, size: int
+    settings: Settings,
+    toolbox: Toolbox,
+    sandbox: Sandbox,
+    groups: ProcessGroups,
+    *,
+    size: int,
+    max_jobs: int = DEFAULT_MAX_JOBS,
 ) -> ImagePool:
     """The image processes of this worker, each in a jail of its own."""
     numbers = itertools.count(1)
@@ -91,4 +97,4 @@ def confined_pool(
         task.add_done_callback(ended)
         return ImageChild(name, groups, task)
 
-    return ImagePool(spawn, size=size, explain=explain)
+    return ImagePool(spawn, size=size, max_jobs=max_jobs, explain=explain)

@@ -81,6 +81,7 @@ class Maintenance:
             Duty(10, "sweep_uploads", 300.0, self.sweep_uploads, stores=True),
             Duty(8, "forget", 60.0, self.forget),
             Duty(9, "cancel_orphans", 1.0, self.cancel_orphans),
+            Duty(11, "end_stalled", settings.lease_seconds / 2, self.end_stalled),
         )
 
     async def run(self) -> None:
@@ -109,6 +110,13 @@ class Maintenance:
             if duty.stores:
                 await db.may_idle(connection, _STORE_SECONDS)
             return await duty.work(connection)
+
+    async def end_stalled(self, connection: db.Connection) -> int:
+        """Sessions that a frozen process left in the middle of a statement; their locks go with
+        them."""
+        silent = timedelta(seconds=self._settings.lease_seconds)
+        ended: int = await connection.fetchval(_SQL.end_stalled, silent)
+        return ended
 
     async def rescue(self, connection: db.Connection) -> int:
         """Jobs whose lease ran out: queued again with a fresh ticket, or buried.

@@ -24,7 +24,7 @@ from mediamill import config, recipes, sandbox, tools
 from mediamill.config import Settings
 from mediamill.failures import Code, Failure
 from mediamill.handlers import Done, Outcome, Reroute, image
-from mediamill.image_children import spawner
+from mediamill.image_children import confined_pool
 from mediamill.image_pool import ImagePool
 from mediamill.imaging import likeness
 from mediamill.jobs import Claim
@@ -217,8 +217,8 @@ async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench
     settings = config.load(data_dir=folder / "data")
     groups = tools.ProcessGroups()
     toolbox = tools.resolve(None, None)
-    spawn = spawner(settings, toolbox, sandbox.detect(), groups)
-    async with ImagePool(spawn, size=1, max_jobs=100_000) as pool:
+    confined = sandbox.detect()
+    async with confined_pool(settings, toolbox, confined, groups, size=1, max_jobs=100_000) as pool:
         yield Bench(pool, folder, settings)
     groups.kill_all()
 

@@ -19,6 +19,15 @@ FOR NO KEY UPDATE SKIP LOCKED
 -- name: server_age
 SELECT extract(epoch FROM now() - pg_postmaster_start_time())::float8
 
+-- name: end_stalled
+-- Sessions of our processes that stand still in the middle of a statement: the client has sent a part
+-- of it and owes the rest. The server's own limit on silent transactions does not see these.
+SELECT count(*) FILTER (WHERE pg_terminate_backend(pid)) FROM pg_stat_activity
+WHERE datname = current_database() AND usename = current_user
+  AND application_name LIKE 'mediamill%' AND pid <> pg_backend_pid()
+  AND state = 'active' AND wait_event_type = 'Client' AND query NOT ILIKE 'copy %'
+  AND state_change < now() - $1::interval
+
 -- name: orphans
 -- Due jobs that should long have been claimed and have no waiting ticket. Only the head of each queue
 -- is looked at: whoever is further back has not been passed over.
