@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterable
 from ipaddress import ip_address, ip_network
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.sink import Answer, listening, saying
 
 from mediamill import config
 from mediamill.egress import Caps, Egress, Policy, Timings, Unreachable
@@ -22,64 +21,6 @@ from mediamill.failures import Code, Failure
 pytestmark = pytest.mark.anyio
 
 LOCAL = (ip_network("127.0.0.0/8"), ip_network("::1/128"))
-Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-
-
-@dataclass
-class Listener:
-    """A server on both loopback addresses that counts who comes."""
-
-    port: int = 0
-    connections: int = 0
-    requests: list[bytes] = field(default_factory=list)
-
-
-@asynccontextmanager
-async def listening(answer: Answer | None = None) -> AsyncIterator[Listener]:
-    seen = Listener()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        seen.connections += 1
-        try:
-            head = await reader.readuntil(b"\r\n\r\n")
-            length = next(
-                (
-                    int(line.split(b":")[1])
-                    for line in head.lower().split(b"\r\n")
-                    if line.startswith(b"content-length:")
-                ),
-                0,
-            )
-            seen.requests.append(head + await reader.readexactly(length))
-            if answer:
-                await answer(reader, writer)
-            else:
-                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello")
-            await writer.drain()
-        except (ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass
-        finally:
-            writer.close()
-
-    first = await asyncio.start_server(serve, "127.0.0.1", 0)
-    seen.port = first.sockets[0].getsockname()[1]
-    servers = [first]
-    try:
-        servers.append(await asyncio.start_server(serve, "::1", seen.port))
-    except OSError:  # no IPv6 on this machine, or the port is taken there
-        pass
-    try:
-        yield seen
-    finally:
-        for server in servers:
-            server.close()
-
-
-def saying(raw: bytes) -> Answer:
-    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(raw)
-
-    return answer
 
 
 def naming(*answers: Iterable[str]) -> Callable[[str, int], Awaitable[Iterable[str]]]:

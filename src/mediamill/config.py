@@ -109,6 +109,12 @@ class Settings(BaseSettings):
     egress_ports: list[int] = Field()
     egress_allow_networks: list[str] = Field()
     egress_deny_networks: list[str] = Field()
+    webhook_schedule_seconds: list[float] = Field()
+    webhook_timeout_seconds: float = Field(gt=0, le=60)
+    webhook_breaker_failures: int = Field(ge=1)
+    webhook_breaker_seconds: float = Field(gt=0)
+    webhook_disable_seconds: float = Field(gt=0)
+    max_endpoints: int = Field(ge=1)
     media_ttl_seconds: int | None = Field(default=None, ge=1)
     job_retention_seconds: int = Field(ge=1)
     superseded_set_seconds: int = Field(ge=1)
@@ -124,6 +130,13 @@ class Settings(BaseSettings):
     @classmethod
     def _no_trailing_slash(cls, value: str | None) -> str | None:
         return value.rstrip("/") if value else value
+
+    @field_validator("webhook_schedule_seconds")
+    @classmethod
+    def _pauses(cls, value: list[float]) -> list[float]:
+        if not all(0 <= seconds <= 7 * 86400 for seconds in value):
+            raise ValueError("a pause is 0 to 604800 seconds")
+        return value
 
     @field_validator("egress_ports")
     @classmethod
@@ -229,6 +242,7 @@ def parse_slots(text: str | None) -> dict[str, int]:
             "video": 1,
             "audio": 1,
             "default": 1,
+            "webhook": 8,
             "maintenance": 1,
         }
     slots: dict[str, int] = {}

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from typing import Any, Final, Literal, TypeAlias
 from urllib.parse import urljoin
@@ -201,14 +202,14 @@ class Egress:
         *,
         resolver: Resolver | None = None,
         tls: ssl.SSLContext | None = None,
-        agent: str = "Mediamill",
+        agent: str | None = None,
     ) -> None:
         self.policy = policy
         self._threads = ThreadPoolExecutor(_RESOLVERS, thread_name_prefix="resolve")
         self._resolver = resolver or self._getaddrinfo
         self._tls = tls or ssl.create_default_context()
         self._tls.set_alpn_protocols(["http/1.1"])
-        self._agent = agent
+        self._agent = agent or f"Mediamill/{version('mediamill')}"
 
     def close(self) -> None:
         """Let go of the threads that look names up; one that hangs is not waited for."""

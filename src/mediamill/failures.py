@@ -290,6 +290,12 @@ class Code(Enum):
     PRECONDITION_FAILED = Row(
         _P, 412, "A precondition of the request does not hold.", "GET it again, then repeat."
     )
+    PRECONDITION_REQUIRED = Row(
+        _P,
+        428,
+        "A change here needs If-Match.",
+        "GET it first, and send its ETag as If-Match, so that nobody's change is lost.",
+    )
     PAYLOAD_TOO_LARGE = Row(
         _P,
         413,

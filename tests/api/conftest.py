@@ -17,7 +17,9 @@ from tests import rows
 from mediamill import db, ids, installation, keys, queue
 from mediamill.api.app import create_app
 from mediamill.api.services import Services
+from mediamill.egress import Egress, Policy
 from mediamill.estimates import Forecaster
+from mediamill.events import Follower
 from mediamill.jobs import Birth
 from mediamill.keys import Keychain
 from mediamill.queue import Ticket
@@ -208,6 +210,8 @@ class make_api:  # used as a function
             installation=installed,
             keychain=Keychain(pool, installed.pepper),
             forecaster=Forecaster(),
+            egress=Egress(Policy.of(settings)),
+            follower=Follower(pool),
         )
         api = Api(create_app(services), services, tenant, "", httpx.AsyncClient(), self._dsn)
         api.token = await api.new_key(tenant)
@@ -218,6 +222,8 @@ class make_api:  # used as a function
 
     async def __aexit__(self, *_: object) -> None:
         await self._api.client.aclose()
+        await self._api.services.follower.close()
+        self._api.services.egress.close()
         await rows.close(self._api.pool)
 
 

@@ -19,7 +19,17 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mediamill import __version__
-from mediamill.api import dead_letters, health, jobs, media, problems, queues, recipes, storage
+from mediamill.api import (
+    dead_letters,
+    health,
+    jobs,
+    media,
+    problems,
+    queues,
+    recipes,
+    storage,
+    webhooks,
+)
 from mediamill.api.services import Services
 from mediamill.failures import BY_NAME, Code, Refused
 from mediamill.observability import Metrics
@@ -196,6 +206,70 @@ _ROUTES: Final[tuple[_Route, ...]] = (
     _Route("/v1/queues/{queue}/pause", "POST", queues.pause_queue),
     _Route("/v1/queues/{queue}/resume", "POST", queues.resume_queue),
     _Route("/v1/queues/{queue}/concurrency", "PUT", queues.cap_queue, 200, None, _body(queues.Cap)),
+    _Route(
+        "/v1/webhook-endpoints",
+        "POST",
+        webhooks.create_endpoint,
+        201,
+        webhooks.NewEndpointBody,
+        _body(webhooks.NewEndpoint),
+    ),
+    _Route("/v1/webhook-endpoints", "GET", webhooks.list_endpoints, more=_query()),
+    _Route(
+        "/v1/webhook-endpoints/{endpoint_id}",
+        "GET",
+        webhooks.read_endpoint,
+        200,
+        webhooks.EndpointBody,
+    ),
+    _Route(
+        "/v1/webhook-endpoints/{endpoint_id}",
+        "PATCH",
+        webhooks.change_endpoint,
+        200,
+        webhooks.EndpointBody,
+        _body(webhooks.EndpointChange),
+    ),
+    _Route("/v1/webhook-endpoints/{endpoint_id}", "DELETE", webhooks.delete_endpoint, 204),
+    _Route(
+        "/v1/webhook-endpoints/{endpoint_id}/rotate-secret",
+        "POST",
+        webhooks.rotate_secret,
+        200,
+        webhooks.NewEndpointBody,
+        _body(webhooks.Rotation),
+    ),
+    _Route(
+        "/v1/webhook-endpoints/{endpoint_id}/test",
+        "POST",
+        webhooks.test_endpoint,
+        202,
+        webhooks.DeliveryBody,
+    ),
+    _Route(
+        "/v1/webhook-endpoints/{endpoint_id}/recover",
+        "POST",
+        webhooks.recover_endpoint,
+        202,
+        None,
+        _body(webhooks.Recovery),
+    ),
+    _Route(
+        "/v1/webhook-endpoints/{endpoint_id}/deliveries",
+        "GET",
+        webhooks.list_deliveries,
+        more=_query("state"),
+    ),
+    _Route(
+        "/v1/deliveries/{delivery_id}", "GET", webhooks.read_delivery, 200, webhooks.DeliveryBody
+    ),
+    _Route(
+        "/v1/deliveries/{delivery_id}/redeliver",
+        "POST",
+        webhooks.redeliver,
+        202,
+        webhooks.DeliveryBody,
+    ),
     _Route("/v1/workers", "GET", queues.list_workers),
     _Route("/v1/workers/{worker}/drain", "POST", queues.drain_worker, 202),
 )
@@ -225,7 +299,7 @@ def _add(app: FastAPI, route: _Route) -> None:
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in re.findall(r"{(\w+)}", route.path)
-    ]
+    ] + route.more.get("parameters", [])
     problem = {"description": "A problem document (RFC 9457)."}
     app.add_api_route(
         route.path,
@@ -236,7 +310,7 @@ def _add(app: FastAPI, route: _Route) -> None:
         responses=dict.fromkeys(_REFUSALS, problem),
         description=route.endpoint.__doc__,
         tags=[route.path.split("/")[2]],
-        openapi_extra={**({"parameters": parameters} if parameters else {}), **route.more},
+        openapi_extra={**route.more, **({"parameters": parameters} if parameters else {})},
     )
 
 

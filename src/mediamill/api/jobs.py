@@ -22,6 +22,8 @@ from mediamill import (
     timeline,
 )
 from mediamill.api.services import (
+    CALLBACK,
+    Callback,
     Page,
     caller,
     chosen,
@@ -58,6 +60,7 @@ class NewJob(BaseModel):
     delay_seconds: float = Field(default=0.0, ge=0, le=365 * 86400)
     dedup_key: str | None = Field(default=None, min_length=1, max_length=255)
     max_attempts: int | None = Field(default=None, ge=1, le=100)
+    callback_url: str | None = Field(default=None, max_length=2048, description=CALLBACK)
 
 
 async def create_job(request: Request) -> Response:
@@ -67,6 +70,7 @@ async def create_job(request: Request) -> Response:
     raw = await json_body(request)
     wanted = parse_body(NewJob, raw)
     key = idempotency_key(request, sender, idempotency.fingerprint("json", raw), route="/v1/jobs")
+    callback = await Callback.of(here, wanted.callback_url)
     async with db.transaction(here.pool) as connection:
 
         async def work() -> Answer:
@@ -80,6 +84,7 @@ async def create_job(request: Request) -> Response:
                 dedup_key=wanted.dedup_key,
                 max_attempts=wanted.max_attempts,
             )
+            await callback.register(connection, sender.tenant_id, new.id)
             made = await jobs.enqueue(connection, sender.tenant_id, [new])
             job_id, duplicate = new.id, not made
             if duplicate:

@@ -39,6 +39,8 @@ from mediamill import (
     variants,
 )
 from mediamill.api.services import (
+    CALLBACK,
+    Callback,
     Page,
     Services,
     caller,
@@ -51,6 +53,7 @@ from mediamill.api.services import (
     known_parameters,
     parse_body,
     path_id,
+    plain_text,
     pointers,
     services,
     shown_error,
@@ -72,17 +75,10 @@ _DOUBT_SECONDS: Final = 5.0
 router = APIRouter(tags=["media"])
 
 
-def _text(value: str) -> str:
-    """What PostgreSQL and UTF-8 can hold."""
-    if "\0" in value or any("\ud800" <= c <= "\udfff" for c in value):
-        raise PydanticCustomError("text", "must not contain U+0000 or half of a surrogate pair")
-    return value
-
-
 def _scalar(value: Any) -> Any:
     match value:
         case str():
-            return _text(value)
+            return plain_text(value)
         case None | bool() | int():
             return value
         case float() if math.isfinite(value):
@@ -96,7 +92,7 @@ Scalar = Annotated[
     PlainValidator(_scalar),
     WithJsonSchema({"type": ["string", "number", "boolean", "null"]}),
 ]
-Metadata = dict[Annotated[str, Field(max_length=64), AfterValidator(_text)], Scalar]
+Metadata = dict[Annotated[str, Field(max_length=64), AfterValidator(plain_text)], Scalar]
 
 
 class NewMedia(BaseModel):
@@ -116,9 +112,10 @@ class NewMedia(BaseModel):
     ttl_seconds: float | None = Field(
         default=None, gt=0, le=10 * 365 * 86400, description="Deleted this long after creation."
     )
+    callback_url: str | None = Field(default=None, max_length=2048, description=CALLBACK)
 
     def wanted(self) -> uploads.Wanted:
-        return uploads.Wanted(**self.model_dump(exclude={"schema_version"}))
+        return uploads.Wanted(**self.model_dump(exclude={"schema_version", "callback_url"}))
 
 
 class NewForm(BaseModel):
@@ -131,6 +128,7 @@ class NewForm(BaseModel):
     metadata: Metadata = Field(default_factory=dict, max_length=32)
     sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
     ttl_seconds: float | None = Field(default=None, gt=0, le=10 * 365 * 86400)
+    callback_url: str | None = Field(default=None, max_length=2048, description=CALLBACK)
 
 
 class Process(BaseModel):
@@ -235,14 +233,17 @@ async def create_media(request: Request) -> Response:
 async def _open_slot(request: Request, sender: Caller) -> Response:
     here = services(request)
     raw = await json_body(request)
-    wanted = parse_body(NewMedia, raw).wanted()
+    asked = parse_body(NewMedia, raw)
+    wanted = asked.wanted()
     key = idempotency_key(request, sender, idempotency.fingerprint("json", raw), route="/v1/media")
+    callback = await Callback.of(here, asked.callback_url)
 
     async with db.transaction(here.pool) as connection:
 
         async def work() -> Answer:
             slot = uploads.slot(here.settings, sender.tenant_id, wanted)
             await media.open_slot(connection, slot)
+            await callback.register(connection, sender.tenant_id, slot.id)
             signed = uploads.sign(here.storage, slot)
             body = await _shown(here, connection, sender.tenant_id, slot.id)
             body["upload"] = {
@@ -282,8 +283,9 @@ async def _accept_form(
         size=size,
         content_type=seen.type if seen and seen.kind in ("image", "video", "audio") else announced,
         filename=file.filename,
-        **fields.model_dump(),
+        **fields.model_dump(exclude={"callback_url"}),
     )
+    callback = await Callback.of(here, fields.callback_url)
     slot = uploads.slot(here.settings, sender.tenant_id, wanted)
     receiver = await here.storage.receive(slot.upload_key)
     settled = False
@@ -310,6 +312,7 @@ async def _accept_form(
 
             async def work() -> Answer:
                 await media.open_slot(connection, slot)
+                await callback.register(connection, sender.tenant_id, slot.id)
                 await media.accept(
                     connection,
                     sender.tenant_id,

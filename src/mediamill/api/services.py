@@ -13,12 +13,15 @@ from urllib.parse import urlencode
 from uuid import UUID
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mediamill import db, idempotency, ids, timeline
+from mediamill import db, idempotency, ids, timeline, webhooks
 from mediamill.config import Settings
+from mediamill.egress import Egress
 from mediamill.estimates import Forecaster
+from mediamill.events import Follower
 from mediamill.failures import BY_NAME, Code, Problem, Refused
 from mediamill.installation import Installation
 from mediamill.keys import Caller, Keychain
@@ -41,7 +44,35 @@ class Services:
     installation: Installation
     keychain: Keychain
     forecaster: Forecaster
+    egress: Egress
+    follower: Follower
     shutting_down: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+CALLBACK: Final = (
+    "Told of what becomes of this, beside the registered endpoints. One of those must be enabled "
+    "and have the same origin; it signs."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Callback:
+    """An address for the events of one media or job, checked before any transaction."""
+
+    url: str | None
+    origin: str = ""
+
+    @classmethod
+    async def of(cls, here: Services, url: str | None) -> Callback:
+        """Raises Refused for an address that may not be called."""
+        if url is None:
+            return cls(None)
+        return cls(url, await webhooks.origin(here.egress, url, pointer="/callback_url"))
+
+    async def register(self, connection: db.Connection, tenant_id: str, subject: UUID) -> None:
+        """Raises Refused for an origin that no enabled endpoint of the tenant has."""
+        if self.url is not None:
+            await webhooks.call_back(connection, tenant_id, subject, self.url, origin=self.origin)
 
 
 def services(request: Request) -> Services:
@@ -164,6 +195,29 @@ def idempotency_key(
         return None
     key = idempotency.parse(header)
     return idempotency.Key(sender.tenant_id, request.method, route, key, fingerprint)
+
+
+def plain_text(value: str) -> str:
+    """What PostgreSQL and UTF-8 can hold; a validator for Pydantic."""
+    if "\0" in value or any("\ud800" <= c <= "\udfff" for c in value):
+        raise PydanticCustomError("text", "must not contain U+0000 or half of a surrogate pair")
+    return value
+
+
+def etags(request: Request, header: str) -> set[str]:
+    """The tags of If-None-Match or If-Match, compared weakly: without what marks them weak."""
+    return {
+        tag.strip().removeprefix("W/") for tag in request.headers.get(header, "").split(",") if tag
+    }
+
+
+def if_match(request: Request, etag: str) -> None:
+    """Raise Refused unless the client has seen the present state of what it changes."""
+    given = etags(request, "if-match")
+    if not given:
+        raise Refused(Code.PRECONDITION_REQUIRED)
+    if etag.removeprefix("W/") not in given and "*" not in given:
+        raise Refused(Code.PRECONDITION_FAILED)
 
 
 def chosen(request: Request, name: str, known: type[StrEnum]) -> list[str] | None:
