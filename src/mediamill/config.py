@@ -115,6 +115,8 @@ class Settings(BaseSettings):
     webhook_breaker_seconds: float = Field(gt=0)
     webhook_disable_seconds: float = Field(gt=0)
     max_endpoints: int = Field(ge=1)
+    max_event_streams: int = Field(ge=1)
+    max_waiters: int = Field(ge=0)
     media_ttl_seconds: int | None = Field(default=None, ge=1)
     job_retention_seconds: int = Field(ge=1)
     superseded_set_seconds: int = Field(ge=1)

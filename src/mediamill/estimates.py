@@ -106,6 +106,13 @@ class Forecaster:
         before = ahead / outlook.slots + (0.5 if outlook.processing >= outlook.slots else 0.0)
         return Estimate(p50 * (before + 1), p90 * (before + 1), f"the last {jobs} of its kind")
 
+    def poll_after(self, kind: str, recipe: str | None) -> float:
+        """When asking again is worth it, in seconds, from what is in memory: 1 to 30."""
+        remembered = self._history.get((kind, recipe))
+        if remembered is None or remembered[1] < _HISTORY:
+            return 1.0
+        return min(max(round(remembered[2] / 4), 1.0), 30.0)
+
     async def _recent(
         self, connection: db.Connection, kind: str, recipe: str | None
     ) -> tuple[int, float, float]:

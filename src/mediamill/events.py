@@ -8,10 +8,11 @@ transaction that could still fill it has ended.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import UTC
+from datetime import UTC, datetime
 from typing import Any, Final
 from uuid import UUID
 
@@ -50,12 +51,17 @@ TYPES: Final[dict[str, str]] = {
 }
 """Every type of event, and when it happens."""
 
+PROGRESS: Final = "job.progress"
+"""Told to streams of one media or job only, and not kept."""
+
 ENDS_MEDIA: Final = frozenset({*(f"media.{s}" for s in MEDIA_TERMINAL), "media.deleted"})
 ENDS_JOB: Final = frozenset(f"job.{s}" for s in JOB_TERMINAL)
 
 _BATCH: Final = 1000
 _POLL_SECONDS: Final = 0.2
-_IDLE_POLL_SECONDS: Final = 1.0
+_AGAIN_SECONDS: Final = 1.0
+_PROGRESS_SECONDS: Final = 1.0
+_REMEMBERED: Final = 10_000
 _BACKLOG: Final = 100
 
 
@@ -79,6 +85,8 @@ def shown(row: db.Row, *, version: int = 1, thin: bool = False) -> dict[str, Any
             data |= {name: row[name] for name in _MEDIA_FACTS}
         if row["variants"] is not None:
             data["variants"] = row["variants"]
+        if row["type"] in ("media.ready", "job.completed"):
+            data["progress"] = 100.0
     return {
         "type": row["type"],
         "timestamp": row["at"].astimezone(UTC).isoformat().replace("+00:00", "Z"),
@@ -148,13 +156,28 @@ async def oldest(connection: db.Connection) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An event in the order of the log."""
+    """An event in the order of the log. Progress has no number: it is not kept."""
 
     tenant_id: str
     id: int
     type: str
     media_id: UUID | None
     job_id: UUID | None
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """An event as it goes out to a stream, made once for all who hear it."""
+
+    type: str
+    data: bytes
+
+
+def frame(type_: str, body: dict[str, Any], number: int | None = None) -> Frame:
+    """One event of a `text/event-stream`. Without a number it cannot be resumed from."""
+    text = json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    head = "" if number is None else f"id: {number}\n"
+    return Frame(type_, f"{head}event: {type_}\ndata: {text}\n\n".encode())
 
 
 class Tail:
@@ -215,17 +238,19 @@ class Subscription:
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     lost: bool = False
     """More came than was taken: what is missing must be read from the log."""
-    _waiting: list[Entry] = field(default_factory=list)
+    _waiting: list[Frame] = field(default_factory=list)
 
-    def put(self, entry: Entry) -> None:
+    def put(self, heard: Frame) -> None:
+        if self._waiting and heard.type == self._waiting[-1].type == PROGRESS:
+            self._waiting.pop()
         if len(self._waiting) >= _BACKLOG:
             self._waiting.clear()
             self.lost = True
         if not self.lost:
-            self._waiting.append(entry)
+            self._waiting.append(heard)
         self.wake.set()
 
-    def take(self) -> list[Entry]:
+    def take(self) -> list[Frame]:
         """What came since the last time."""
         found, self._waiting = self._waiting, []
         self.wake.clear()
@@ -245,10 +270,12 @@ class Follower:
         self._task: asyncio.Task[None] | None = None
         self._ready = asyncio.Event()
         self._tail = Tail()
+        self._progress: dict[UUID, tuple[int, str | None, float | None]] = {}
+        self._progress_at = 0.0
         self.count = 0
 
     async def subscribe(self, topic: Topic) -> Subscription:
-        """Hear of every event of a topic after `start`, which is safe to read the log up to."""
+        """Hear of every event of a topic after `start`; up to it the log can be read."""
         self.count += 1
         try:
             if self._task is None:
@@ -271,11 +298,6 @@ class Follower:
             if not others:
                 del self._subscriptions[key]
 
-    @property
-    def horizon(self) -> int:
-        """The log can be read up to here without missing any."""
-        return self._tail.horizon
-
     def wake_all(self) -> None:
         """Let every subscriber look around, for instance because the process is leaving."""
         for group in self._subscriptions.values():
@@ -283,6 +305,7 @@ class Follower:
                 subscription.wake.set()
 
     async def close(self) -> None:
+        """Stop following."""
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
@@ -300,19 +323,76 @@ class Follower:
                 if self.count == 0:
                     # Nobody listens: forget the place, and begin anew with the next one who does.
                     self._ready.clear()
+                    self._progress.clear()
                     self._task = None
                     return
-                async with db.acquire(self._pool) as connection:
-                    entries = await self._tail.read(connection)
-                for entry in entries:
-                    self._hand_out(entry)
-                if len(entries) < _BATCH:
+                if not await self._look():
                     await asyncio.sleep(_POLL_SECONDS)
             except (db.Unavailable, asyncpg.PostgresError, OSError) as error:
                 log.warning("follow_failed", error=type(error).__name__)
-                await asyncio.sleep(_IDLE_POLL_SECONDS)
+                await asyncio.sleep(_AGAIN_SECONDS)
 
-    def _hand_out(self, entry: Entry) -> None:
-        for subject in {None, entry.media_id, entry.job_id}:
-            for subscription in self._subscriptions.get((entry.tenant_id, subject), ()):
-                subscription.put(entry)
+    async def _look(self) -> bool:
+        """Read on and hand out; whether there is more to read at once."""
+        async with db.acquire(self._pool) as connection:
+            entries = await self._tail.read(connection)
+            heard = [e for e in entries if any(self._subscriptions.get(k) for k in _keys(e))]
+            rows = {row["id"]: row for row in await told(connection, [e.id for e in heard])}
+            running = []
+            now = asyncio.get_running_loop().time()
+            if now - self._progress_at >= _PROGRESS_SECONDS:
+                self._progress_at = now
+                running = await connection.fetch(_SQL.progress)
+        for entry in heard:
+            if entry.id in rows:  # else its tenant was told to forget it
+                made = frame(entry.type, shown(rows[entry.id]), entry.id)
+                for key in _keys(entry):
+                    self._hand_out(key, made)
+        for row in running:
+            self._tell_progress(row)
+        return len(entries) >= _BATCH
+
+    def _tell_progress(self, row: db.Row) -> None:
+        """To those who watch this job or its media; a tenant's stream has no progress."""
+        state = row["attempt"], row["stage"], row["progress"]
+        if self._progress.get(row["id"]) == state:
+            return
+        if len(self._progress) >= _REMEMBERED:
+            self._progress.clear()
+        self._progress[row["id"]] = state
+        keys = [(row["tenant_id"], row["id"])]
+        if row["role"] == "main":
+            keys.append((row["tenant_id"], row["media_id"]))
+        if not any(self._subscriptions.get(key) for key in keys):
+            return
+        progress = None if row["progress"] is None else round(row["progress"], 1)
+        body = {
+            "type": PROGRESS,
+            "timestamp": datetime.now(UTC).isoformat().replace("+00:00", "Z"),
+            "schema_version": PAYLOAD_VERSIONS[-1],
+            "id": None,
+            "data": {
+                "media_id": row["media_id"] and ids.encode(ids.MEDIA, row["media_id"]),
+                "job_id": ids.encode(ids.JOB, row["id"]),
+                "stage": row["stage"],
+                "progress": progress,
+                "attempt": row["attempt"],
+            },
+        }
+        made = frame(PROGRESS, body)
+        for key in keys:
+            self._hand_out(key, made)
+
+    def _hand_out(self, key: tuple[str, UUID | None], made: Frame) -> None:
+        for subscription in self._subscriptions.get(key, ()):
+            subscription.put(made)
+
+
+def _keys(entry: Entry) -> list[tuple[str, UUID | None]]:
+    """Under which topics an event is heard: its tenant, its media, and, about a job, that job."""
+    keys: list[tuple[str, UUID | None]] = [(entry.tenant_id, None)]
+    if entry.media_id is not None:
+        keys.append((entry.tenant_id, entry.media_id))
+    if entry.job_id is not None and entry.type.startswith("job."):
+        keys.append((entry.tenant_id, entry.job_id))
+    return keys

@@ -28,6 +28,7 @@ from mediamill.api import (
     queues,
     recipes,
     storage,
+    streams,
     webhooks,
 )
 from mediamill.api.services import Services
@@ -118,6 +119,24 @@ def _query(*filters: str) -> dict[str, Any]:
     }
 
 
+def _stream(*names: str) -> dict[str, Any]:
+    """The parameters of an event stream in the schema, and what it answers."""
+    return {
+        "parameters": [
+            {"name": name, "in": "query", "schema": {"type": "string"}}
+            for name in (*names, "tenant", "expires", "key_id", "signature")
+        ]
+        + [{"name": "Last-Event-ID", "in": "header", "schema": {"type": "string"}}],
+        "responses": {
+            "200": {
+                "description": "Events as they happen; each `data` is the body of a webhook.",
+                "content": {"text/event-stream": {"schema": {"type": "string"}}},
+            },
+            "204": {"description": "It has ended, and the client has heard so."},
+        },
+    }
+
+
 def _body(model: type[BaseModel]) -> dict[str, Any]:
     """A JSON body in the schema, for a route that reads it by itself."""
     content = {"application/json": {"schema": _inlined(model.model_json_schema())}}
@@ -147,10 +166,11 @@ def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
     return inlined
 
 
+_WAIT: Final = {"parameters": [{"name": "wait", "in": "query", "schema": {"type": "integer"}}]}
 _ROUTES: Final[tuple[_Route, ...]] = (
     _Route("/v1/media", "POST", media.create_media, 201, media.SlotBody, _CREATE_BODY),
     _Route("/v1/media", "GET", media.list_media, more=_query("state")),
-    _Route("/v1/media/{media_id}", "GET", media.read_media, 200, media.MediaBody),
+    _Route("/v1/media/{media_id}", "GET", media.read_media, 200, media.MediaBody, _WAIT),
     _Route("/v1/media/{media_id}", "DELETE", media.delete_media, 202),
     _Route("/v1/media/{media_id}/complete", "POST", media.complete_media, 202, media.MediaBody),
     _Route("/v1/media/{media_id}/timeline", "GET", media.read_timeline),
@@ -163,6 +183,9 @@ _ROUTES: Final[tuple[_Route, ...]] = (
         _body(media.Process),
     ),
     _Route("/v1/media/{media_id}/variants/{name}", "GET", media.read_variant, 307),
+    _Route(
+        "/v1/media/{media_id}/events", "GET", streams.media_events, more=_stream("last_event_id")
+    ),
     _Route("/v1/recipes", "GET", recipes.list_recipes),
     _Route(
         "/v1/recipes/validate",
@@ -182,10 +205,20 @@ _ROUTES: Final[tuple[_Route, ...]] = (
     ),
     _Route("/v1/jobs", "POST", jobs.create_job, 202, None, _body(jobs.NewJob)),
     _Route("/v1/jobs", "GET", jobs.list_jobs, more=_query("state", "kind", "queue")),
-    _Route("/v1/jobs/{job_id}", "GET", jobs.read_job),
+    _Route("/v1/jobs/{job_id}", "GET", jobs.read_job, more=_WAIT),
     _Route("/v1/jobs/{job_id}/timeline", "GET", jobs.read_job_timeline),
+    _Route("/v1/jobs/{job_id}/events", "GET", streams.job_events, more=_stream("last_event_id")),
     _Route("/v1/jobs/{job_id}/cancel", "POST", jobs.cancel_job, 202),
     _Route("/v1/jobs/{job_id}/replay", "POST", jobs.replay_job, 202),
+    _Route("/v1/events", "GET", streams.tenant_events, more=_stream("last_event_id", "types")),
+    _Route(
+        "/v1/stream-urls",
+        "POST",
+        streams.create_stream_url,
+        201,
+        streams.StreamUrl,
+        _body(streams.NewStreamUrl),
+    ),
     _Route(
         "/v1/dead-letters",
         "GET",

@@ -25,8 +25,10 @@ from mediamill.api.services import (
     CALLBACK,
     Callback,
     Page,
+    Services,
     caller,
     chosen,
+    etags,
     idempotency_key,
     iso_time,
     json_body,
@@ -38,7 +40,10 @@ from mediamill.api.services import (
     services,
     shown_error,
     shown_timeline,
+    wait_for,
+    wait_seconds,
 )
+from mediamill.events import Topic
 from mediamill.failures import Code, Refused
 from mediamill.idempotency import Answer
 from mediamill.states import JOB_TERMINAL, JobState
@@ -64,8 +69,12 @@ class NewJob(BaseModel):
 
 
 async def create_job(request: Request) -> Response:
-    """Queue a job. 202 with its id; 200 with `duplicate_of` when a live job holds the dedup key."""
+    """Queue a job. 202 with its id; 200 with `duplicate_of` when a live job holds the dedup key.
+
+    With `Prefer: wait=N` (at most 25 s) the answer comes when the job has ended: 200, in full.
+    """
     sender = await caller(request, "jobs:write")
+    known_parameters(request, "wait")
     here = services(request)
     raw = await json_body(request)
     wanted = parse_body(NewJob, raw)
@@ -111,7 +120,32 @@ async def create_job(request: Request) -> Response:
     headers = {"Location": answer.location, "Retry-After": "1"}
     if answer.replayed:
         headers["Idempotent-Replayed"] = "true"
+    ended = await _ended(here, sender.tenant_id, answer.about, wait_seconds(request))
+    if ended is not None:
+        del headers["Retry-After"]
+        return json_response(ended, 200, headers)
     return json_response(answer.body, answer.status, headers)
+
+
+async def _ended(
+    here: Services, tenant_id: str, job_id: UUID, seconds: float
+) -> dict[str, Any] | None:
+    """The job in full, if it ends within so many seconds."""
+    if seconds <= 0:
+        return None
+
+    async def done() -> bool:
+        async with db.acquire(here.pool) as connection:
+            light = await jobs.version(connection, tenant_id, job_id)
+        return light is None or light["state"] in JOB_TERMINAL
+
+    await wait_for(here, Topic(tenant_id, None, job_id), seconds, done)
+    async with db.acquire(here.pool) as connection:
+        row = await jobs.get(connection, tenant_id, job_id)
+        if row is None or row["state"] not in JOB_TERMINAL:
+            return None
+        tried = await jobs.attempts(connection, tenant_id, job_id)
+    return shown_job(row, tried, None)
 
 
 async def _kind(connection: db.Connection, wanted: NewJob) -> controls.Kind:
@@ -140,7 +174,7 @@ async def list_jobs(request: Request) -> Response:
     sender = await caller(request, "jobs:read")
     known_parameters(request, "limit", "cursor", "state", "kind", "queue")
     here = services(request)
-    page = Page.of(request)
+    page = Page.of(request, sender.tenant_id)
     async with db.acquire(here.pool) as connection:
         rows = await jobs.list_newest(
             connection,
@@ -175,10 +209,44 @@ async def read_job_timeline(request: Request) -> Response:
 
 
 async def read_job(request: Request) -> Response:
-    """The status of a job, in every state."""
+    """The status of a job, in every state.
+
+    With `If-None-Match`, 304 while nothing has changed. With `Prefer: wait=N` (or `wait=N`, at most
+    25 s) the answer comes with the next change, or without a tag, when the job has ended.
+    """
     sender = await caller(request, "jobs:read")
+    known_parameters(request, "wait")
     here = services(request)
     job_id = path_id(request, ids.JOB, "job_id")
+    seen = etags(request, "if-none-match")
+    seconds = wait_seconds(request)
+    light = None
+
+    async def done() -> bool:
+        nonlocal light
+        async with db.acquire(here.pool) as connection:
+            light = await jobs.version(connection, sender.tenant_id, job_id)
+            if light is None:
+                return True
+            if not seen:
+                return light["state"] in JOB_TERMINAL
+            if light["pending_children"]:  # its version is theirs too
+                row = await jobs.get(connection, sender.tenant_id, job_id)
+                return row is None or _tag(row) not in seen
+        return f'"{light["version"]}"' not in seen
+
+    waited = 0.0
+    if seen or seconds:
+        waited = await wait_for(here, Topic(sender.tenant_id, None, job_id), seconds, done)
+    headers = {"Preference-Applied": f"wait={waited:g}"} if waited else {}
+    if seen and not await done():
+        assert light is not None
+        tag = next(iter(seen)) if light["pending_children"] else f'"{light["version"]}"'
+        headers |= {"ETag": f"W/{tag}", "Cache-Control": "private, no-cache"}
+        if light["state"] not in JOB_TERMINAL:
+            after = here.forecaster.poll_after(light["kind"], light["recipe"])
+            headers["Retry-After"] = str(round(after))
+        return Response(status_code=304, headers=headers)
     async with db.acquire(here.pool) as connection:
         row = await jobs.get(connection, sender.tenant_id, job_id)
         if row is None:
@@ -187,13 +255,16 @@ async def read_job(request: Request) -> Response:
         position = None
         if row["state"] == JobState.QUEUED:
             position = 1 + await jobs.position(connection, sender.tenant_id, job_id)
-    version = row["version"] + row["children_versions"]
-    headers = {"ETag": f'W/"{version}"', "Cache-Control": "private, no-cache"}
+    headers |= {"ETag": f"W/{_tag(row)}", "Cache-Control": "private, no-cache"}
     if row["state"] not in JOB_TERMINAL:
-        headers["Retry-After"] = "1"
-    if headers["ETag"] in request.headers.get("if-none-match", ""):
-        return Response(status_code=304, headers=headers)
+        after = here.forecaster.poll_after(row["kind"], row["recipe"])
+        headers["Retry-After"] = str(round(after))
     return json_response(shown_job(row, tried, position), 200, headers)
+
+
+def _tag(row: db.Row) -> str:
+    """The entity tag, without the mark of a weak one."""
+    return f'"{row["version"] + row["children_versions"]}"'
 
 
 async def cancel_job(request: Request) -> Response:

@@ -203,7 +203,7 @@ async def list_endpoints(request: Request) -> Response:
     sender = await caller(request, "webhooks:manage")
     known_parameters(request, "limit", "cursor")
     here = services(request)
-    page = Page.of(request)
+    page = Page.of(request, sender.tenant_id)
     async with db.acquire(here.pool) as connection:
         rows = await webhooks.endpoints(
             connection, sender.tenant_id, before=page.before, limit=page.limit + 1
@@ -334,7 +334,7 @@ async def list_deliveries(request: Request) -> Response:
     """What was sent to an endpoint, newest first. `state` takes several, separated by commas."""
     sender = await caller(request, "deliveries:read")
     known_parameters(request, "limit", "cursor", "state")
-    page = Page.of(request)
+    page = Page.of(request, sender.tenant_id)
     async with db.acquire(services(request).pool) as connection:
         row = await _find(request, connection, sender.tenant_id)
         rows = await webhooks.deliveries(

@@ -5,7 +5,8 @@
 SELECT tenant_id, id, type, media_id, job_id FROM events WHERE id > $1 ORDER BY id LIMIT $2
 
 -- name: newest
-SELECT coalesce(max(id), 0) FROM events
+-- The highest number that was given out, also if its event is not there, any more or yet.
+SELECT CASE WHEN is_called THEN last_value ELSE 0 END FROM events_id_seq
 
 -- name: writers
 -- Transactions that may have taken a number and not committed yet: whoever writes events holds this
@@ -45,8 +46,13 @@ WHERE tenant_id = $1 AND media_id = $2 AND id > $3 AND id <= $4 ORDER BY id LIMI
 
 -- name: of_job
 SELECT id FROM events
-WHERE tenant_id = $1 AND job_id = $2 AND id > $3 AND id <= $4 ORDER BY id LIMIT $5
+WHERE tenant_id = $1 AND job_id = $2 AND type LIKE 'job.%' AND id > $3 AND id <= $4 ORDER BY id LIMIT $5
 
 -- name: of_tenant
 SELECT id FROM events
 WHERE tenant_id = $1 AND id > $2 AND id <= $3 ORDER BY id LIMIT $4
+
+-- name: progress
+-- What runs now, over all tenants: as many rows as the fleet has slots.
+SELECT tenant_id, id, media_id, role, stage, progress, attempt FROM jobs
+WHERE state = 'processing' AND role IN ('main', 'job')
