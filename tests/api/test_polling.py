@@ -135,7 +135,7 @@ async def test_preferences_that_are_not_known_are_no_error(
         assert (await client.get(path, headers={"Prefer": prefer})).status_code == 200
     for bad in ("x", "-1", "1.5", ""):
         check_problem(await client.get(path, params={"wait": bad}), 400, "unknown_parameter")
-    check_problem(await client.get(f"{path}?wiat=5"), 400, "unknown_parameter")
+    check_problem(await client.get(f"{path}?waits=5"), 400, "unknown_parameter")
 
 
 async def test_a_job_is_waited_for_when_it_is_made(api: Api, client: httpx.AsyncClient) -> None:
