@@ -148,6 +148,49 @@ def doctor() -> None:
     sys.exit(asyncio.run(checks.run(_settings())))
 
 
+@main.command()
+@click.argument("id")
+@click.option("--tenant", default="default", show_default=True)
+def explain(id: str, tenant: str) -> None:
+    """Say why a media or job took as long as it did."""
+
+    async def run(connection: Any) -> None:
+        from mediamill import explain
+
+        try:
+            click.echo(await explain.explain(connection, tenant, id))
+        except explain.Unknown as error:
+            raise click.ClickException(str(error)) from None
+
+    _with_database(run)
+
+
+@main.group()
+def estimates() -> None:
+    """Forecasts of when work is done."""
+
+
+@estimates.command("report")
+@click.option("--days", type=float, default=7.0, show_default=True, help="Look back so far.")
+def estimates_report(days: float) -> None:
+    """Show how often p90 held, and the median error of p50, of the forecasts given at first."""
+
+    async def run(connection: Any) -> None:
+        from mediamill import estimates
+
+        rows = await estimates.record(connection, days=days)
+        if not rows:
+            click.echo("No forecast of that time has a completed job.", err=True)
+        for row in rows:
+            name = f"{row.kind} {row.recipe or ''}".strip()
+            click.echo(
+                f"{name:32} {row.jobs:7} jobs   p90 held {row.held:6.1%}   median error of p50 "
+                f"{row.median_error:6.1%}   median {row.median_seconds:.1f} s"
+            )
+
+    _with_database(run)
+
+
 @main.group()
 def keys() -> None:
     """API keys."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any, Final
 from uuid import UUID
 
@@ -43,6 +44,7 @@ from mediamill.api.services import (
     wait_for,
     wait_seconds,
 )
+from mediamill.estimates import Estimate
 from mediamill.events import Topic
 from mediamill.failures import Code, Refused
 from mediamill.idempotency import Answer
@@ -107,6 +109,13 @@ async def create_job(request: Request) -> Response:
             row = await jobs.get(connection, sender.tenant_id, job_id)
             assert row is not None
             body = shown_job(row, [], None)
+            if not duplicate:
+                place = await here.forecaster.joined(connection, row["queue"])
+                estimate = await _estimate(here, connection, row, place)
+                body |= {"position": place, "estimate": estimate.as_dict()}
+                await here.forecaster.keep(
+                    connection, sender.tenant_id, job_id, estimate, ahead=place - 1
+                )
             if duplicate:
                 body["duplicate_of"] = body["id"]
             return Answer(
@@ -125,6 +134,24 @@ async def create_job(request: Request) -> Response:
         del headers["Retry-After"]
         return json_response(ended, 200, headers)
     return json_response(answer.body, answer.status, headers)
+
+
+async def _estimate(
+    here: Services, connection: db.Connection, row: db.Row, position: int | None
+) -> Estimate:
+    """Time left for a job that waits or runs."""
+    now = datetime.now(UTC)
+    return await here.forecaster.estimate(
+        connection,
+        kind=row["kind"],
+        recipe=row["recipe"],
+        queue=row["queue"],
+        ahead=(position or 1) - 1,
+        delay_seconds=max((row["run_at"] - now).total_seconds(), 0.0),
+        started_at=row["started_at"] if row["state"] == JobState.PROCESSING else None,
+        progress=row["progress"],
+        now=now,
+    )
 
 
 async def _ended(
@@ -255,11 +282,15 @@ async def read_job(request: Request) -> Response:
         position = None
         if row["state"] == JobState.QUEUED:
             position = 1 + await jobs.position(connection, sender.tenant_id, job_id)
+        estimate = None
+        if row["state"] not in JOB_TERMINAL:
+            estimate = await _estimate(here, connection, row, position)
     headers |= {"ETag": f"W/{_tag(row)}", "Cache-Control": "private, no-cache"}
     if row["state"] not in JOB_TERMINAL:
         after = here.forecaster.poll_after(row["kind"], row["recipe"])
         headers["Retry-After"] = str(round(after))
-    return json_response(shown_job(row, tried, position), 200, headers)
+    body = shown_job(row, tried, position) | {"estimate": estimate and estimate.as_dict()}
+    return json_response(body, 200, headers)
 
 
 def _tag(row: db.Row) -> str:
@@ -338,6 +369,7 @@ def shown_job(row: db.Row, tried: list[db.Row], position: int | None) -> dict[st
         "stage": row["stage"],
         "progress": _progress(row),
         "position": position,
+        "estimate": None,
         "attempt": row["attempt"],
         "max_attempts": row["max_attempts"],
         "dead_letter": row["dead_letter"],

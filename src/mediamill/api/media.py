@@ -62,6 +62,7 @@ from mediamill.api.services import (
     wait_for,
     wait_seconds,
 )
+from mediamill.estimates import Work
 from mediamill.events import Topic
 from mediamill.failures import Code, Refused
 from mediamill.idempotency import Answer
@@ -327,7 +328,7 @@ async def _accept_form(
                     births=uploads.births(slot.kind),
                     max_attempts=here.settings.max_attempts,
                 )
-                body = await shown_media(here, connection, sender.tenant_id, slot.id)
+                body = await shown_media(here, connection, sender.tenant_id, slot.id, joining=True)
                 return Answer(202, json_text(body), _path(slot.id), slot.id)
 
             answer = await idempotency.once(
@@ -506,7 +507,7 @@ async def process_media(request: Request) -> Response:
                 raise Refused(
                     Code.WRONG_STATE, f"It is {original.state}; it must be ready or failed."
                 )
-            body = await shown_media(here, connection, sender.tenant_id, media_id)
+            body = await shown_media(here, connection, sender.tenant_id, media_id, joining=True)
             return Answer(202, json_text(body), _path(media_id), media_id)
 
         answer = await idempotency.once(
@@ -635,16 +636,24 @@ async def _job(
                 if joining
                 else 1 + await jobs.position(connection, row["tenant_id"], row["job_id"])
             )
+        now = datetime.now(UTC)
+        ahead = (position or 1) - 1
         estimate = await here.forecaster.estimate(
             connection,
             kind=row["kind"] or "image",
             recipe=row["recipe"],
             queue=row["queue"],
-            ahead=(position or 1) - 1,
+            ahead=ahead,
+            work=Work.of(row),
+            delay_seconds=max((row["run_at"] - now).total_seconds(), 0.0),
             started_at=row["started_at"] if state == JobState.PROCESSING else None,
             progress=row["progress"],
-            now=datetime.now(UTC),
+            now=now,
         )
+        if joining:
+            await here.forecaster.keep(
+                connection, row["tenant_id"], row["job_id"], estimate, ahead=ahead
+            )
     return {
         "id": ids.encode(ids.JOB, row["job_id"]),
         "state": state,

@@ -65,7 +65,7 @@ CREATE INDEX deliveries_due ON deliveries (tenant_id, endpoint_id, due_at) WHERE
 CREATE INDEX deliveries_any_due ON deliveries (due_at) WHERE state = 'pending';
 CREATE INDEX deliveries_leased ON deliveries (tenant_id, endpoint_id)
     WHERE state = 'pending' AND leased_until IS NOT NULL;
-CREATE UNIQUE INDEX deliveries_once ON deliveries (tenant_id, endpoint_id, event) WHERE url IS NULL;
+CREATE UNIQUE INDEX deliveries_once ON deliveries (tenant_id, event, endpoint_id) WHERE url IS NULL;
 CREATE INDEX deliveries_listed ON deliveries (tenant_id, endpoint_id, id);
 CREATE INDEX deliveries_of_media ON deliveries (tenant_id, media_id)
     WHERE media_id IS NOT NULL AND body IS NOT NULL;
@@ -125,6 +125,8 @@ CREATE TABLE forecasts (                     -- what was said at first, to be he
     queue       text NOT NULL,
     kind        text NOT NULL,
     recipe      text,
+    depth       int NOT NULL,                -- how much was ahead of it, roughly
+    raw_seconds double precision NOT NULL,   -- before it was corrected by earlier errors
     p50_seconds double precision NOT NULL,
     p90_seconds double precision NOT NULL,
     made_at     timestamptz NOT NULL DEFAULT now(),
@@ -132,3 +134,5 @@ CREATE TABLE forecasts (                     -- what was said at first, to be he
     FOREIGN KEY (tenant_id, job_id) REFERENCES jobs ON DELETE CASCADE
 );
 CREATE INDEX forecasts_made ON forecasts (made_at);
+CREATE INDEX forecasts_lately ON forecasts (queue, depth, made_at DESC);
+CREATE INDEX jobs_done ON jobs (queue, finished_at DESC) WHERE state = 'completed';
