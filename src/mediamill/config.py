@@ -118,6 +118,7 @@ class Settings(BaseSettings):
     max_endpoints: int = Field(ge=1)
     max_event_streams: int = Field(ge=1)
     max_waiters: int = Field(ge=0)
+    inbox: bool = Field()
     media_ttl_seconds: int | None = Field(default=None, ge=1)
     job_retention_seconds: int = Field(ge=1)
     superseded_set_seconds: int = Field(ge=1)

@@ -83,9 +83,13 @@ def shown_secret(signing: Signing, value: bytes) -> str:
 def read_secret(text: str) -> bytes:
     """An HMAC secret that the client brings, `whsec_` and 24 to 64 bytes in base64. Raises
     ValueError."""
-    value = base64.b64decode(text.removeprefix("whsec_"), validate=True)
+    fault = ValueError("must read whsec_ and 24 to 64 bytes in base64")
+    try:
+        value = base64.b64decode(text.removeprefix("whsec_"), validate=True)
+    except ValueError:
+        raise fault from None
     if not text.startswith("whsec_") or not 24 <= len(value) <= 64:
-        raise ValueError("must read whsec_ and 24 to 64 bytes in base64")
+        raise fault
     return value
 
 

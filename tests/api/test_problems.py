@@ -198,6 +198,7 @@ async def operations(api: Api) -> list[tuple[str, str]]:
         (method.upper(), path)
         for path, methods in api.app.openapi()["paths"].items()
         for method in methods
+        if (method, path) != ("post", "/v1/inbox")  # open to anybody who sends webhooks
     ]
 
 
@@ -366,6 +367,7 @@ SCOPES = {
     ("GET", "/v1/webhook-endpoints/{endpoint_id}/deliveries"): "deliveries:read",
     ("GET", "/v1/deliveries/{delivery_id}"): "deliveries:read",
     ("POST", "/v1/deliveries/{delivery_id}/redeliver"): "webhooks:manage",
+    ("GET", "/v1/inbox"): "webhooks:manage",
     ("GET", "/v1/queues"): "operate",
     ("POST", "/v1/queues/{queue}/pause"): "operate",
     ("POST", "/v1/queues/{queue}/resume"): "operate",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -13,59 +12,14 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-import uvicorn
 from tests import rows
-from tests.api.conftest import Api, check_problem, make_api, media_uuid
+from tests.api.conftest import Api, Served, check_problem, media_uuid, serving
 
 from mediamill import db, ids, jobs
 from mediamill.api import streams
 from mediamill.jobs import NewJob
 
 pytestmark = pytest.mark.anyio
-
-
-@dataclass(slots=True)
-class Served:
-    """An API behind a real server on this machine."""
-
-    api: Api
-    server: uvicorn.Server
-    url: str
-    task: asyncio.Task[None]
-
-    def client(self, token: str | None = "own") -> httpx.AsyncClient:
-        chosen = self.api.token if token == "own" else token
-        headers = {"Authorization": f"Bearer {chosen}"} if chosen else {}
-        return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=30)
-
-    async def leave(self) -> None:
-        """As on SIGTERM."""
-        self.api.services.shutting_down.set()
-        self.api.services.follower.wake_all()
-        self.server.should_exit = True
-        await self.task
-
-
-@asynccontextmanager
-async def serving(dsn: str, folder: Path, **settings: Any) -> AsyncIterator[Served]:
-    async with make_api(dsn, folder, pool_size=10, **settings) as api:
-        config = uvicorn.Config(
-            api.app, log_config=None, access_log=False, timeout_graceful_shutdown=5
-        )
-        server = uvicorn.Server(config)
-        listener = socket.create_server(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        task = asyncio.create_task(server._serve(sockets=[listener]))
-        for _ in range(500):
-            if server.started:
-                break
-            await asyncio.sleep(0.01)
-        served = Served(api, server, url, task)
-        try:
-            yield served
-        finally:
-            if not task.done():
-                await served.leave()
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 from typing import Any, Final
 from uuid import uuid4
@@ -21,7 +22,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mediamill import __version__
 from mediamill.api import (
     dead_letters,
+    document,
     health,
+    inbox,
     jobs,
     media,
     problems,
@@ -69,6 +72,7 @@ def create_app(services: Services) -> FastAPI:
         exception_handlers=problems.HANDLERS,
     )
     app.state.services = services
+    app.state.letters = inbox.Letters(maxlen=inbox.KEPT)
     app.state.metrics = Metrics()
     app.state.measured_at = float("-inf")
     for route in _ROUTES:
@@ -76,6 +80,7 @@ def create_app(services: Services) -> FastAPI:
     for path, endpoint, methods in _PLAIN:
         app.router.routes.append(Route(path, endpoint, methods=methods))
     app.add_middleware(_Around, metrics=app.state.metrics)
+    app.openapi = partial(document.describe, app)  # type: ignore[method-assign]
     return app
 
 
@@ -303,6 +308,8 @@ _ROUTES: Final[tuple[_Route, ...]] = (
         202,
         webhooks.DeliveryBody,
     ),
+    _Route("/v1/inbox", "POST", inbox.receive, 204),
+    _Route("/v1/inbox", "GET", inbox.read),
     _Route("/v1/workers", "GET", queues.list_workers),
     _Route("/v1/workers/{worker}/drain", "POST", queues.drain_worker, 202),
 )

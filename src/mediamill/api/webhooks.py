@@ -258,27 +258,46 @@ async def rotate_secret(request: Request) -> Response:
     """A new secret; the old one signs beside it for `overlap_seconds` (default a day)."""
     sender = await caller(request, "webhooks:manage")
     known_parameters(request)
-    wanted = parse_body(Rotation, await json_body(request))
-    async with db.transaction(services(request).pool) as connection:
-        row = await _find(request, connection, sender.tenant_id, change=True)
-        if wanted.secret is not None and row["signing"] != "hmac":
-            raise Refused(
-                Code.INVALID_REQUEST,
-                "`secret` goes with hmac only.",
-                errors=[{"pointer": "/secret", "detail": "goes with hmac only"}],
+    here = services(request)
+    raw = await json_body(request)
+    wanted = parse_body(Rotation, raw)
+    endpoint_id = path_id(request, ids.ENDPOINT, "endpoint_id")
+    key = idempotency_key(
+        request,
+        sender,
+        idempotency.fingerprint("json", str(endpoint_id), raw),
+        route="/v1/webhook-endpoints/{endpoint_id}/rotate-secret",
+    )
+    async with db.transaction(here.pool) as connection:
+
+        async def work() -> Answer:
+            row = await _find(request, connection, sender.tenant_id, change=True)
+            if wanted.secret is not None and row["signing"] != "hmac":
+                raise Refused(
+                    Code.INVALID_REQUEST,
+                    "`secret` goes with hmac only.",
+                    errors=[{"pointer": "/secret", "detail": "goes with hmac only"}],
+                )
+            secret = await webhooks.rotate(
+                connection,
+                row,
+                overlap_seconds=wanted.overlap_seconds,
+                secret=None if wanted.secret is None else webhooks.read_secret(wanted.secret),
             )
-        secret = await webhooks.rotate(
-            connection,
-            row,
-            overlap_seconds=wanted.overlap_seconds,
-            secret=None if wanted.secret is None else webhooks.read_secret(wanted.secret),
+            valid = await webhooks.secrets_of(connection, row)
+            body = _shown(row) | {
+                "secret": webhooks.shown_secret(row["signing"], secret),
+                "old_secret_until": iso_time(next((s["retires_at"] for s in valid[1:]), None)),
+            }
+            return Answer(200, json_text(body), body["links"]["self"], row["id"])
+
+        answer = await idempotency.once(
+            connection, key, keep_seconds=here.settings.idempotency_seconds, work=work
         )
-        valid = await webhooks.secrets_of(connection, row)
-    body = _shown(row) | {
-        "secret": webhooks.shown_secret(row["signing"], secret),
-        "old_secret_until": iso_time(next((s["retires_at"] for s in valid[1:]), None)),
-    }
-    return json_response(body, 200, {"Cache-Control": "no-store"})
+    headers = {"Cache-Control": "no-store"}
+    if answer.replayed:
+        headers["Idempotent-Replayed"] = "true"
+    return json_response(answer.body, answer.status, headers)
 
 
 async def test_endpoint(request: Request) -> Response:
