@@ -49,8 +49,8 @@ def fresh_database(server: str, template: str) -> Iterator[str]:
 async def clear(connection: db.Connection) -> None:
     """Forget all work of every tenant, for tests that look at all of it."""
     tables = (
-        "attempts jobs variants sets erasures media transitions events idempotency workers"
-        " mediamill_tickets"
+        "deliveries endpoints forecasts attempts jobs variants sets erasures media transitions"
+        " events idempotency workers mediamill_tickets"
     )
     await connection.execute(";".join(f"DELETE FROM {table}" for table in tables.split()))
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from tests import rows
 
-from mediamill import db, installation
+from mediamill import controls, db, estimates, installation
 from mediamill.config import Settings
-from mediamill.estimates import Estimate, Forecaster
+from mediamill.estimates import Estimate, Forecaster, Work
 
 pytestmark = pytest.mark.anyio
 
@@ -97,10 +97,11 @@ async def test_those_before_it_share_the_slots(
     await finished(connection, settings, [10.0] * 9 + [20.0])
     first, fifth = await ask(connection, 0), await ask(connection, 4)
     assert first.p50_seconds == pytest.approx(10)
-    assert fifth.p50_seconds == pytest.approx(20)  # four before it on four slots: one round
+    # Four before it on four slots: one round of 11 s, what a job takes on average.
+    assert fifth.p50_seconds == pytest.approx(21)
     assert first.p90_seconds is not None
     assert 10 < first.p90_seconds <= 20
-    assert first.basis == "the last 10 of its kind"
+    assert first.basis == "the last 10 of its kind"  # nothing is known of this one's size
     assert first.as_dict() == {
         "p50_seconds": 10.0,
         "p90_seconds": round(first.p90_seconds, 1),
@@ -144,6 +145,90 @@ async def test_only_the_last_fifty_count(connection: db.Connection, settings: Se
     assert "50" in estimate.basis
 
 
+async def sized(
+    connection: db.Connection, settings: Settings, size: int, seconds: list[float]
+) -> None:
+    """Completed image jobs of files of this size."""
+    await finished(connection, settings, seconds)
+    await connection.execute("UPDATE media SET size = $1 WHERE size = 5", size)
+
+
+async def test_the_most_similar_jobs_count(connection: db.Connection, settings: Settings) -> None:
+    await serve(connection, image=1)
+    await sized(connection, settings, 1000, [1.0] * 20)
+    await sized(connection, settings, 1_000_000, [100.0] * 20)
+    forecaster = Forecaster()
+
+    async def of(size: int) -> Estimate:
+        return await forecaster.estimate(
+            connection, kind="image", recipe="web", queue="image", ahead=0, work=Work(bytes=size)
+        )
+
+    assert (await of(990)).p50_seconds == pytest.approx(1, abs=0.1)
+    assert (await of(900_000)).p50_seconds == pytest.approx(100, abs=1)
+    beyond = await of(3_000_000)
+    assert beyond.p50_seconds == pytest.approx(300, abs=3)
+    assert beyond.basis == "the 15 most similar of the last 40 of its kind"
+
+
+async def test_a_paused_queue_and_a_later_start_are_told(
+    connection: db.Connection, settings: Settings
+) -> None:
+    await serve(connection, image=4)
+    await finished(connection, settings, [2.0] * 5)
+    later = await Forecaster().estimate(
+        connection, kind="image", recipe="web", queue="image", ahead=0, delay_seconds=60
+    )
+    assert later.p50_seconds == pytest.approx(62)
+    await controls.set_paused(connection, "image", True)
+    paused = await ask(connection)
+    assert (paused.p50_seconds, paused.basis) == (None, "the queue is paused")
+    await controls.set_paused(connection, "image", False)
+    await controls.set_concurrency(connection, "image", 1)
+    capped = await Forecaster().outlook(connection, "image")
+    assert (capped.slots, capped.paused) == (1, False)
+    await connection.execute("DELETE FROM queues")
+
+
+async def test_forecasts_are_kept_and_correct_the_next_ones(
+    connection: db.Connection, settings: Settings
+) -> None:
+    """Jobs that take twice as long as was said: later ones are told so, and the record shows it."""
+    await serve(connection, image=4)
+    await finished(connection, settings, [10.0] * 10)
+    before = await ask(connection)
+    assert before.raw_seconds == pytest.approx(10)
+    tenant = await rows.new_tenant(connection)
+    for n in range(30):
+        _, (birth,) = await rows.accepted(connection, tenant, settings)
+        await Forecaster().keep(connection, tenant, birth.id, before, ahead=0)
+        await connection.execute(
+            "UPDATE forecasts SET made_at = now() - $2::interval WHERE job_id = $1",
+            birth.id,
+            timedelta(seconds=20 + n / 10),
+        )
+        await connection.execute(
+            "UPDATE jobs SET state = 'completed', started_at = now() - interval '10 s',"
+            " finished_at = now() WHERE id = $1",
+            birth.id,
+        )
+    after = await ask(connection)
+    assert after.raw_seconds == pytest.approx(10)
+    assert after.p50_seconds == pytest.approx(21.5, abs=0.5)
+    assert after.p90_seconds == pytest.approx(22.6, abs=0.5)
+    (kept,) = await estimates.record(connection, days=1)
+    assert (kept.kind, kept.recipe, kept.jobs) == ("image", "web", 30)
+    assert kept.held == 0.0
+    assert kept.median_error == pytest.approx(0.53, abs=0.03)
+
+
+async def test_what_says_nothing_is_not_kept(connection: db.Connection, settings: Settings) -> None:
+    tenant = await rows.new_tenant(connection)
+    _, (birth,) = await rows.accepted(connection, tenant, settings)
+    await Forecaster().keep(connection, tenant, birth.id, await ask(connection), ahead=0)
+    assert await connection.fetchval("SELECT count(*) FROM forecasts") == 0
+
+
 async def test_an_outlook_counts_depth_and_the_slots_of_live_workers(
     connection: db.Connection, settings: Settings
 ) -> None:
@@ -168,9 +253,9 @@ async def test_those_who_join_between_two_looks_get_places_of_their_own(
     await rows.accepted(connection, tenant, settings)
     forecaster = Forecaster()
     places = [await forecaster.joined(connection, "image") for _ in range(3)]
-    assert places == [2, 3, 4]
+    assert places == [1, 2, 3]  # the first one is in the figures
     await rows.accepted(connection, tenant, settings)
-    assert await forecaster.joined(connection, "image") == 5
+    assert await forecaster.joined(connection, "image") == 4
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 3)
-    assert await forecaster.joined(connection, "image") == 3  # it looked again
+    assert await forecaster.joined(connection, "image") == 2  # it looked again

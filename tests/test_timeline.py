@@ -118,3 +118,30 @@ def test_a_fresh_slot_says_that_it_waits() -> None:
 def test_every_media_state_has_a_name() -> None:
     for state in MediaState:
         assert run([move(state, 0), move("queued", 1)], now=2)[0].seconds == 1
+
+
+def test_holding_back_and_waiting_after_it_are_two_stretches() -> None:
+    due = (START + timedelta(seconds=14)).isoformat()
+    lost = {"job_id": MAIN, "fence": 1, "attempt": 1, "code": "storage_unavailable"}
+    moves = [
+        move("queued", 0),
+        move("processing", 2, job_id=MAIN, fence=1, attempt=1),
+        move("queued", 10, subject="job", details={"run_at": due}, **lost),
+        move("queued", 10, **lost),
+        move("processing", 17, job_id=MAIN, fence=2, attempt=2),
+        move("ready", 20),
+    ]
+    found = run(moves, 30)
+    assert [(s.name, s.seconds) for s in found] == [
+        ("queued", 2),
+        ("claimed", 8),
+        ("backoff", 4),
+        ("queued", 3),
+        ("claimed", 3),
+    ]
+    said = timeline.sentence(found, state="ready")
+    assert "again after storage_unavailable (attempt 1)" in said
+    early = run(moves[:4], 12)
+    assert [(s.name, s.seconds) for s in early][-1] == ("backoff", 2)
+    alone = timeline.job_segments([moves[2]], now=START + timedelta(seconds=16))
+    assert [(s.name, s.seconds) for s in alone] == [("backoff", 4), ("queued", 2)]

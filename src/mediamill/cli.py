@@ -149,6 +149,112 @@ def doctor() -> None:
     sys.exit(asyncio.run(checks.run(_settings())))
 
 
+@main.command()
+@click.argument("id")
+@click.option("--tenant", default="default", show_default=True)
+def explain(id: str, tenant: str) -> None:
+    """Say why a media or job took as long as it did."""
+
+    async def run(connection: Any) -> None:
+        from mediamill import explain
+
+        try:
+            click.echo(await explain.explain(connection, tenant, id))
+        except explain.Unknown as error:
+            raise click.ClickException(str(error)) from None
+
+    _with_database(run)
+
+
+@main.command()
+@click.option("--forward-to", required=True, help="Where to send them, such as localhost:3000/in.")
+@click.option("--types", help="Only these, such as media.ready,job.*; default: all.")
+@click.option("--secret", help="whsec_… to sign with; default: a new one, which is printed.")
+@click.option("--record", type=click.Path(dir_okay=False, path_type=Path), help="Note them here.")
+@click.option(
+    "--replay",
+    type=click.Path(dir_okay=False, exists=True, path_type=Path),
+    help="Send what was recorded here, and end.",
+)
+@click.option("--url", envvar="MEDIAMILL_URL", help="The API; default: the one of this machine.")
+@click.option("--api-key", envvar="MEDIAMILL_API_KEY", help="Default: the key that `up` made.")
+def listen(
+    *,
+    forward_to: str,
+    types: str | None,
+    secret: str | None,
+    record: Path | None,
+    replay: Path | None,
+    url: str | None,
+    api_key: str | None,
+) -> None:
+    """Send webhooks to a server on this machine, over the event stream: no tunnel is needed."""
+    from mediamill import listen, webhooks
+    from mediamill.client import Client, Problem
+
+    settings = _settings()
+    chosen = secret or listen.fresh_secret()
+    try:
+        webhooks.read_secret(chosen)
+    except ValueError as error:
+        raise click.ClickException(f"--secret {error}") from None
+    address = forward_to if "://" in forward_to else f"http://{forward_to}"
+
+    def say(text: str) -> None:
+        click.echo(text, err=True)
+
+    forwarder = listen.Forwarder(address, chosen, say, record)
+    if secret is None:
+        say(f"signing with {chosen}")
+    try:
+        if replay is not None:
+            say(f"{listen.replay(replay, forwarder)} sent")
+            return
+        with Client(url or settings.base_url, api_key or _own_key(settings)) as client:
+            say(f"forwarding to {address}; Ctrl-C ends")
+            listen.listen(client, forwarder, types=types)
+    except (Problem, ValueError) as error:
+        raise click.ClickException(str(error)) from None
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _own_key(settings: Settings) -> str:
+    """The key that `mediamill up` keeps beside its data."""
+    from mediamill.up import KEY_FILE
+
+    try:
+        return (settings.data_dir / KEY_FILE).read_text("utf-8").strip()
+    except OSError:
+        raise click.ClickException("Give --api-key, or set MEDIAMILL_API_KEY.") from None
+
+
+@main.group()
+def estimates() -> None:
+    """Forecasts of when work is done."""
+
+
+@estimates.command("report")
+@click.option("--days", type=float, default=7.0, show_default=True, help="Look back so far.")
+def estimates_report(days: float) -> None:
+    """Show how often p90 held, and the median error of p50, of the forecasts given at first."""
+
+    async def run(connection: Any) -> None:
+        from mediamill import estimates
+
+        rows = await estimates.record(connection, days=days)
+        if not rows:
+            click.echo("No forecast of that time has a completed job.", err=True)
+        for row in rows:
+            name = f"{row.kind} {row.recipe or ''}".strip()
+            click.echo(
+                f"{name:32} {row.jobs:7} jobs   p90 held {row.held:6.1%}   median error of p50 "
+                f"{row.median_error:6.1%}   median {row.median_seconds:.1f} s"
+            )
+
+    _with_database(run)
+
+
 @main.group()
 def keys() -> None:
     """API keys."""

@@ -80,6 +80,30 @@ class Client:
     def timeline(self, media_id: str) -> Body:
         return self._ask("GET", f"/v1/media/{media_id}/timeline")
 
+    def stream(
+        self, path: str, *, types: str | None = None, last: str | None = None
+    ) -> Iterator[tuple[str | None, str, bytes]]:
+        """The events of a stream as id, type and data, until it closes. Raises Problem."""
+        query = {} if types is None else {"types": types}
+        headers = {} if last is None else {"Last-Event-ID": last}
+        with self._http.stream("GET", path, params=query, headers=headers, timeout=60) as answer:
+            if answer.status_code >= 400:
+                answer.read()
+            _raise_for_problem(answer)
+            number, type_, data = None, "message", ""
+            for line in answer.iter_lines():
+                name, _, value = line.partition(": ")
+                if name == "id":
+                    number = value
+                elif name == "event":
+                    type_ = value
+                elif name == "data":
+                    data = value
+                elif not line:
+                    if data:
+                        yield number, type_, data.encode()
+                    number, type_, data = None, "message", ""
+
     def wait(
         self,
         media_id: str,

@@ -9,6 +9,7 @@ import os
 import tomllib
 from functools import cache
 from importlib import resources
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -18,6 +19,7 @@ from pydantic_settings import (
     InitSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
+    SettingsError,
 )
 
 QUEUES: Final = ("image", "video", "audio", "default", "webhook", "maintenance")
@@ -104,6 +106,19 @@ class Settings(BaseSettings):
     ffmpeg: str | None = None
     ffprobe: str | None = None
     sandbox: Literal["strong", "limits"] = Field()
+    egress_allow_http: bool = Field()
+    egress_ports: list[int] = Field()
+    egress_allow_networks: list[str] = Field()
+    egress_deny_networks: list[str] = Field()
+    webhook_schedule_seconds: list[float] = Field()
+    webhook_timeout_seconds: float = Field(gt=0, le=60)
+    webhook_breaker_failures: int = Field(ge=1)
+    webhook_breaker_seconds: float = Field(gt=0)
+    webhook_disable_seconds: float = Field(gt=0)
+    max_endpoints: int = Field(ge=1)
+    max_event_streams: int = Field(ge=1)
+    max_waiters: int = Field(ge=0)
+    inbox: bool = Field()
     media_ttl_seconds: int | None = Field(default=None, ge=1)
     job_retention_seconds: int = Field(ge=1)
     superseded_set_seconds: int = Field(ge=1)
@@ -119,6 +134,25 @@ class Settings(BaseSettings):
     @classmethod
     def _no_trailing_slash(cls, value: str | None) -> str | None:
         return value.rstrip("/") if value else value
+
+    @field_validator("webhook_schedule_seconds")
+    @classmethod
+    def _pauses(cls, value: list[float]) -> list[float]:
+        if not all(0 <= seconds <= 7 * 86400 for seconds in value):
+            raise ValueError("a pause is 0 to 604800 seconds")
+        return value
+
+    @field_validator("egress_ports")
+    @classmethod
+    def _ports(cls, value: list[int]) -> list[int]:
+        if not all(1 <= port <= 65535 for port in value):
+            raise ValueError("a port is a number from 1 to 65535")
+        return value
+
+    @field_validator("egress_allow_networks", "egress_deny_networks")
+    @classmethod
+    def _networks(cls, value: list[str]) -> list[str]:
+        return [str(ip_network(text)) for text in value]
 
     @model_validator(mode="after")
     def _lease_order(self) -> Settings:
@@ -194,6 +228,8 @@ def load(**flags: Any) -> Settings:
     given = {name: value for name, value in flags.items() if value is not None}
     try:
         return Settings(**given)
+    except SettingsError as error:
+        raise ConfigError(f"{error}; it takes JSON") from None
     except ValidationError as error:
         lines = [
             f"{'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg']}" for e in error.errors()
@@ -212,6 +248,7 @@ def parse_slots(text: str | None) -> dict[str, int]:
             "video": 1,
             "audio": 1,
             "default": 1,
+            "webhook": 8,
             "maintenance": 1,
         }
     slots: dict[str, int] = {}

@@ -36,6 +36,7 @@ NAMES: Final = frozenset(
         "lease.beat",  # before a beat is sent
         "maintenance.rescue",  # leases found expired, not settled
         "maintenance.erase",  # bytes of one media removed, row not yet
+        "webhook.sent",  # a delivery was answered, nothing recorded
         "app.effect",  # an outside effect happened, not recorded
     }
 )

@@ -202,6 +202,12 @@ class Code(Enum):
         "The address is not one that this service may call.",
         "Use a public https address, or ask the operator to allow the network.",
     )
+    TARGET_UNREACHABLE = Row(
+        _T,
+        502,
+        "The address did not answer as it should.",
+        "The detail says what went wrong. Check that its server is up and open to this service.",
+    )
     CANCELED = Row(_P, 409, "The job was canceled.", "Process the media again, if needed.")
     INTERNAL = Row(
         _T,
@@ -283,6 +289,12 @@ class Code(Enum):
     )
     PRECONDITION_FAILED = Row(
         _P, 412, "A precondition of the request does not hold.", "GET it again, then repeat."
+    )
+    PRECONDITION_REQUIRED = Row(
+        _P,
+        428,
+        "A change here needs If-Match.",
+        "GET it first, and send its ETag as If-Match, so that nobody's change is lost.",
     )
     PAYLOAD_TOO_LARGE = Row(
         _P,

@@ -19,6 +19,8 @@ MEDIA: Final = "med"
 JOB: Final = "job"
 VARIANT: Final = "var"
 EVENT: Final = "evt"
+ENDPOINT: Final = "ep"
+DELIVERY: Final = "del"
 
 
 def new() -> UUID:

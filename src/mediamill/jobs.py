@@ -607,6 +607,11 @@ async def still_hold(connection: db.Connection, held: Claim) -> None:
     _held(await connection.fetchval(_SQL.still_hold, held.tenant_id, held.id, held.fence))
 
 
+async def version(connection: db.Connection, tenant_id: str, job_id: UUID) -> db.Row | None:
+    """The version of a job and what a waiting client must know: one indexed read."""
+    return await connection.fetchrow(_SQL.version, tenant_id, job_id)
+
+
 async def get(connection: db.Connection, tenant_id: str, job_id: UUID) -> db.Row | None:
     return await connection.fetchrow(_SQL.get, tenant_id, job_id)
 

@@ -35,6 +35,8 @@ SCOPES: Final = (
     "jobs:read",
     "jobs:write",
     "dlq:manage",
+    "webhooks:manage",
+    "deliveries:read",
     "admin",
     "operate",
 )

@@ -275,6 +275,8 @@ class Maintenance:
         await connection.execute(_SQL.forget_jobs, 1000)
         retention = timedelta(seconds=self._settings.job_retention_seconds)
         await connection.execute(_SQL.forget_events, retention, 1000)
+        await connection.execute(_SQL.forget_deliveries, retention, 1000)
+        await connection.execute(_SQL.forget_endpoints, retention)
         await connection.execute(_SQL.forget_keys)
         await controls.forget(connection)
         return 0

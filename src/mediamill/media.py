@@ -253,6 +253,11 @@ async def publish(
     )
 
 
+async def version(connection: db.Connection, tenant_id: str, media_id: UUID) -> db.Row | None:
+    """The version of a media and what a waiting client must know: one indexed read."""
+    return await connection.fetchrow(_SQL.version, tenant_id, media_id)
+
+
 async def get(connection: db.Connection, tenant_id: str, media_id: UUID) -> db.Row | None:
     """Everything that the status shows; also for a tombstone (`deleted_at` is set)."""
     return await connection.fetchrow(_SQL.get, tenant_id, media_id)

@@ -114,6 +114,32 @@ class Metrics:
         self.dead_letter_age = Gauge(
             "media_dlq_oldest_age_seconds", "Age of the oldest one.", registry=self.registry
         )
+        self.webhook_pending = Gauge(
+            "media_webhook_pending", "Deliveries that are not done.", registry=self.registry
+        )
+        self.webhook_oldest = Gauge(
+            "media_webhook_oldest_pending_seconds",
+            "Age of the oldest one.",
+            registry=self.registry,
+        )
+        self.webhook_endpoints = Gauge(
+            "media_webhook_endpoints", "Endpoints by state.", ["state"], registry=self.registry
+        )
+        self.streams = Gauge(
+            "media_sse_streams", "Open event streams and waiting requests.", registry=self.registry
+        )
+        self.estimates_held = Gauge(
+            "media_estimate_p90_held_ratio",
+            "Share of jobs of the last day that were done within p90 of their first forecast.",
+            ["kind"],
+            registry=self.registry,
+        )
+        self.estimate_error = Gauge(
+            "media_estimate_median_error_ratio",
+            "Median error of p50 of the first forecast, relative to what came.",
+            ["kind"],
+            registry=self.registry,
+        )
         self.accepted = Counter(
             "media_uploads_total",
             "Uploads by way and outcome.",

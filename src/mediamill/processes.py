@@ -24,7 +24,9 @@ from mediamill.api.app import create_app
 from mediamill.api.services import Services
 from mediamill.attempt import Means
 from mediamill.config import Settings, parse_slots
+from mediamill.egress import Egress, Policy
 from mediamill.estimates import Forecaster
+from mediamill.events import Follower
 from mediamill.handlers import image, preview, video
 from mediamill.image_children import confined_pool
 from mediamill.installation import Installation
@@ -34,6 +36,7 @@ from mediamill.lease import Leases, Stop
 from mediamill.maintenance import Maintenance
 from mediamill.mill import Mill
 from mediamill.storage.local import LocalStorage, open_local
+from mediamill.webhooks import Courier
 from mediamill.worker import ScratchFolder, Worker, sweep_scratch
 
 log = structlog.get_logger()
@@ -93,6 +96,8 @@ async def serve_api(settings: Settings) -> None:
             installation=installed,
             keychain=Keychain(pool, installed.pepper),
             forecaster=Forecaster(),
+            egress=Egress(Policy.of(settings)),
+            follower=Follower(pool),
         )
         config = uvicorn.Config(
             create_app(services),
@@ -106,9 +111,11 @@ async def serve_api(settings: Settings) -> None:
         )
         follow = asyncio.create_task(_follow_keys(pool, installed))
         try:
-            await _Server(config, services.shutting_down).serve(sockets=[_listen(settings)])
+            await _Server(config, services).serve(sockets=[_listen(settings)])
         finally:
             follow.cancel()
+            await services.follower.close()
+            services.egress.close()
 
 
 async def serve_worker(settings: Settings, app: str | None = None) -> None:
@@ -177,14 +184,16 @@ async def _serve_worker(settings: Settings, app: str | None) -> None:
         )
         worker = Worker(means, dsn=dsn, name=name, slots=slots, scratch=scratch.path)
         duties = asyncio.create_task(_maintain(settings, pool, store, slots))
+        letters = asyncio.create_task(_deliver(settings, pool, name, slots))
         try:
             if slots.get("image"):
                 await images.warm()
             await worker.run(stop)
         finally:
-            duties.cancel()
-            with suppress(asyncio.CancelledError):
-                await duties
+            for task in (duties, letters):
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
             await images.close()
             groups.kill_all()
             scratch.remove()
@@ -195,6 +204,11 @@ async def _maintain(
 ) -> None:
     if slots.get("maintenance", 0) > 0:
         await Maintenance(settings, pool, store).run()
+
+
+async def _deliver(settings: Settings, pool: db.Pool, name: str, slots: dict[str, int]) -> None:
+    if slots.get("webhook", 0) > 0:
+        await Courier(settings, pool, name=name, slots=slots["webhook"]).run()
 
 
 @asynccontextmanager
@@ -271,12 +285,13 @@ class _Server(uvicorn.Server):
     waits for an event would never hear of it.
     """
 
-    def __init__(self, config: uvicorn.Config, shutting_down: asyncio.Event) -> None:
+    def __init__(self, config: uvicorn.Config, services: Services) -> None:
         super().__init__(config)
-        self._shutting_down = shutting_down
+        self._services = services
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._shutting_down.set()
+        self._services.shutting_down.set()
+        self._services.follower.wake_all()
         super().handle_exit(sig, frame)
 
 

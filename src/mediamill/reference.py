@@ -9,9 +9,11 @@ import sys
 import tomllib
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from mediamill import recipes
+from mediamill import events, recipes
+from mediamill.api.app import create_app
+from mediamill.api.services import Services
 from mediamill.failures import Code
 from mediamill.states import JOB_MOVES, MEDIA_FOLLOWS_JOB, MEDIA_MOVES, JobState, MediaState
 
@@ -24,7 +26,9 @@ def pages() -> dict[str, str]:
         "failures.md": failures(),
         "settings.md": settings(),
         "states.md": states(),
+        "events.md": events_(),
         "recipe.schema.json": json.dumps(recipes.schema(), indent=2) + "\n",
+        "openapi.json": json.dumps(openapi(), indent=1, sort_keys=True) + "\n",
     }
 
 
@@ -49,6 +53,29 @@ def failures() -> str:
             "| code | HTTP status | verdict | what it says | advice |",
             "|---|---|---|---|---|",
             *rows,
+            "",
+        ]
+    )
+
+
+def openapi() -> dict[str, Any]:
+    """The document of the HTTP API, as /openapi.json serves it."""
+    return create_app(cast(Services, None)).openapi()  # its routes are described, not served
+
+
+def events_() -> str:
+    """The types of events."""
+    return "\n".join(
+        [
+            "# Events",
+            "",
+            _GENERATED,
+            "What webhooks and streams tell. `job.progress` is told to streams of one media or job "
+            "only, and not kept.",
+            "",
+            "| type | when |",
+            "|---|---|",
+            *(f"| `{name}` | {_escaped(says)} |" for name, says in events.TYPES.items()),
             "",
         ]
     )

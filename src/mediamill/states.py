@@ -40,6 +40,26 @@ class JobState(StrEnum):
     """Ended by request."""
 
 
+class DeliveryState(StrEnum):
+    PENDING = "pending"
+    """It waits for its first or next attempt, or is on its way."""
+    DELIVERED = "delivered"
+    """The endpoint has answered with success."""
+    EXHAUSTED = "exhausted"
+    """It was given up; it can be asked for again."""
+    CANCELED = "canceled"
+    """Its endpoint was deleted."""
+
+
+class EndpointState(StrEnum):
+    ENABLED = "enabled"
+    """Events are noted for it and sent."""
+    DISABLED = "disabled"
+    """Switched off, by its owner or because it did not answer for long; `reason` says which."""
+    DELETED = "deleted"
+    """Kept until its deliveries are forgotten."""
+
+
 MEDIA_MOVES: Final[frozenset[tuple[MediaState, MediaState]]] = frozenset(
     {
         (MediaState.AWAITING_UPLOAD, MediaState.UPLOADED),

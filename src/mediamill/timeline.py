@@ -4,7 +4,7 @@ exactly."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Final
 
@@ -44,6 +44,12 @@ def segments(
         if (m["subject"] == "media" and m["to_state"] in _NAMES)
         or (m["subject"] == "job" and m["job_id"] in main_jobs and m["stage"] is not None)
     ]
+    # Until when a job holds back is in its own move, which is logged with the media's.
+    due = {
+        (m["job_id"], m.get("fence")): _run_at(m)
+        for m in moves
+        if m["subject"] == "job" and m["to_state"] == JobState.QUEUED
+    }
     found: list[Segment] = []
     for this, following in zip(relevant, [*relevant[1:], None], strict=True):
         ended = this["subject"] == "media" and this["to_state"] in _ENDED
@@ -52,16 +58,9 @@ def segments(
         end = now if following is None else following["at"]
         if end == this["at"] and this["stage"] is None and this["to_state"] == "uploaded":
             continue  # accepted and queued in one step
-        found.append(
-            Segment(
-                name=this["stage"] or ("idle" if ended else _NAMES[this["to_state"]]),
-                start=this["at"],
-                end=end,
-                attempt=this["attempt"],
-                worker=this["worker"],
-                detail=this["code"],
-            )
-        )
+        name = this["stage"] or ("idle" if ended else _NAMES[this["to_state"]])
+        run_at = due.get((this["job_id"], this.get("fence"))) if name == "queued" else None
+        found += _segment(this, name, end, run_at)
     return found
 
 
@@ -74,17 +73,34 @@ def job_segments(moves: Sequence[Mapping[str, Any]], *, now: datetime) -> list[S
         if following is None and ended:
             break
         name = "idle" if ended else this["stage"] or _JOB_NAMES[this["to_state"]]
-        found.append(
-            Segment(
-                name=name,
-                start=this["at"],
-                end=now if following is None else following["at"],
-                attempt=this["attempt"],
-                worker=this["worker"],
-                detail=this["code"],
-            )
-        )
+        end = now if following is None else following["at"]
+        found += _segment(this, name, end, _run_at(this) if name == "queued" else None)
     return found
+
+
+def _run_at(move: Mapping[str, Any]) -> datetime | None:
+    """Until when a queued job holds back, if its move says so."""
+    text = (move.get("details") or {}).get("run_at")
+    return None if text is None else datetime.fromisoformat(text)
+
+
+def _segment(
+    move: Mapping[str, Any], name: str, end: datetime, run_at: datetime | None
+) -> list[Segment]:
+    """One stretch, or two when the job held back for a while before it waited for a worker."""
+    whole = Segment(
+        name=name,
+        start=move["at"],
+        end=end,
+        attempt=move["attempt"],
+        worker=move["worker"],
+        detail=move["code"],
+    )
+    if run_at is None or run_at <= whole.start:
+        return [whole]
+    if run_at >= end:
+        return [replace(whole, name="backoff")]
+    return [replace(whole, name="backoff", end=run_at), replace(whole, start=run_at)]
 
 
 def sentence(found: Sequence[Segment], *, state: str) -> str:
@@ -97,8 +113,10 @@ def sentence(found: Sequence[Segment], *, state: str) -> str:
         by_name[segment.name] = by_name.get(segment.name, 0.0) + segment.seconds
     longest = max(by_name, key=lambda name: by_name[name])
     where = _PHRASES.get(longest, longest)
+    again = {s.detail: s.attempt for s in found if s.name in ("queued", "backoff") and s.attempt}
+    tries = "".join(f", again after {why or 'a pause'} (attempt {n})" for why, n in again.items())
     return (
-        f"{_say(total)} in all, of which {_say(by_name[longest])} {where}; "
+        f"{_say(total)} in all, of which {_say(by_name[longest])} {where}{tries}; "
         f"it is {state.replace('_', ' ')}."
     )
 
@@ -124,6 +142,7 @@ _NAMES: Final = {
 _PHRASES: Final = {
     "awaiting_upload": "waiting for the upload",
     "queued": "waiting in the queue",
+    "backoff": "holding back after an error",
     "claimed": "getting started",
     "download": "fetching the original",
     "probe": "looking at the file",

@@ -29,7 +29,7 @@ _READY_SECONDS: Final = 60.0
 _TICK_SECONDS: Final = 0.2
 _BACKOFF_SECONDS: Final = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
 _STEADY_SECONDS: Final = 30.0
-_KEY_FILE: Final = "api-key"
+KEY_FILE: Final = "api-key"
 _ENSURE_SECONDS: Final = 2.0
 
 
@@ -166,7 +166,7 @@ async def _prepare(settings: Settings, dsn: str) -> str:
     connection = await db.connect(dsn, application="mediamill up")
     try:
         installed = await installation.identify(connection)
-        path = settings.data_dir / _KEY_FILE
+        path = settings.data_dir / KEY_FILE
         with suppress(FileNotFoundError):
             known = path.read_text().strip()
             if await keys.belongs(connection, installed.pepper, known):
@@ -188,7 +188,7 @@ def _service(settings: Settings, dsn: str, command: list[str]) -> Service:
     env = {k: v for k, v in os.environ.items() if not k.startswith("MEDIAMILL_")}
     given = settings.model_dump(mode="json", exclude_none=True)
     env |= {
-        f"MEDIAMILL_{k.upper()}": json.dumps(v) if isinstance(v, dict) else str(v)
+        f"MEDIAMILL_{k.upper()}": json.dumps(v) if isinstance(v, (dict, list)) else str(v)
         for k, v in given.items()
     }
     env["MEDIAMILL_DATABASE_URL"] = dsn

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ from uuid import UUID
 
 import httpx2 as httpx
 import pytest
+import uvicorn
 from fastapi import FastAPI
 from starlette.types import Message
 from tests import rows
@@ -17,7 +21,9 @@ from tests import rows
 from mediamill import db, ids, installation, keys, queue
 from mediamill.api.app import create_app
 from mediamill.api.services import Services
+from mediamill.egress import Egress, Policy
 from mediamill.estimates import Forecaster
+from mediamill.events import Follower
 from mediamill.jobs import Birth
 from mediamill.keys import Keychain
 from mediamill.queue import Ticket
@@ -208,6 +214,8 @@ class make_api:  # used as a function
             installation=installed,
             keychain=Keychain(pool, installed.pepper),
             forecaster=Forecaster(),
+            egress=Egress(Policy.of(settings)),
+            follower=Follower(pool),
         )
         api = Api(create_app(services), services, tenant, "", httpx.AsyncClient(), self._dsn)
         api.token = await api.new_key(tenant)
@@ -218,7 +226,53 @@ class make_api:  # used as a function
 
     async def __aexit__(self, *_: object) -> None:
         await self._api.client.aclose()
+        await self._api.services.follower.close()
+        self._api.services.egress.close()
         await rows.close(self._api.pool)
+
+
+@dataclass(slots=True)
+class Served:
+    """An API behind a real server on this machine."""
+
+    api: Api
+    server: uvicorn.Server
+    url: str
+    task: asyncio.Task[None]
+
+    def client(self, token: str | None = "own") -> httpx.AsyncClient:
+        chosen = self.api.token if token == "own" else token
+        headers = {"Authorization": f"Bearer {chosen}"} if chosen else {}
+        return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=30)
+
+    async def leave(self) -> None:
+        """As on SIGTERM."""
+        self.api.services.shutting_down.set()
+        self.api.services.follower.wake_all()
+        self.server.should_exit = True
+        await self.task
+
+
+@asynccontextmanager
+async def serving(dsn: str, folder: Path, **settings: Any) -> AsyncIterator[Served]:
+    async with make_api(dsn, folder, pool_size=10, **settings) as api:
+        config = uvicorn.Config(
+            api.app, log_config=None, access_log=False, timeout_graceful_shutdown=5
+        )
+        server = uvicorn.Server(config)
+        listener = socket.create_server(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        task = asyncio.create_task(server._serve(sockets=[listener]))
+        for _ in range(500):
+            if server.started:
+                break
+            await asyncio.sleep(0.01)
+        served = Served(api, server, url, task)
+        try:
+            yield served
+        finally:
+            if not task.done():
+                await served.leave()
 
 
 @pytest.fixture

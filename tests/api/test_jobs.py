@@ -20,6 +20,7 @@ FIELDS = {
     "role",
     "stage",
     "progress",
+    "estimate",
     "position",
     "attempt",
     "max_attempts",

@@ -460,6 +460,8 @@ async def test_a_list_filters_by_states(api: Api) -> None:
     assert [row["id"] for row in answer.json()["data"]] == [ready["id"]]
     assert "state=queued%2Cready" in answer.headers["link"]
     cursor = answer.json()["next_cursor"]
+    for other in (f"/v1/media?state=ready&cursor={cursor}", f"/v1/jobs?cursor={cursor}"):
+        check_problem(await api.client.get(other), 400, "unknown_parameter")
     answer = await api.client.get(f"/v1/media?state=queued,ready&cursor={cursor}")
     assert [row["id"] for row in answer.json()["data"]] == [queued["id"]]
     assert answer.json()["next_cursor"] is None

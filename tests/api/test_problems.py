@@ -12,7 +12,7 @@ import pytest
 from tests import rows
 from tests.api.conftest import Api, Body, check_problem, make_api
 
-from mediamill import db, ids, keys
+from mediamill import db, ids, keys, webhooks
 from mediamill.failures import Code
 from mediamill.keys import Keychain
 
@@ -198,7 +198,25 @@ async def operations(api: Api) -> list[tuple[str, str]]:
         (method.upper(), path)
         for path, methods in api.app.openapi()["paths"].items()
         for method in methods
+        if (method, path) != ("post", "/v1/inbox")  # open to anybody who sends webhooks
     ]
+
+
+BODIES: dict[str, Body] = {
+    "PATCH": {},
+    "process": {},
+    "rotate-secret": {},
+    "recover": {"since": "2026-01-01T00:00:00Z"},
+}
+
+
+async def endpoint(api: Api) -> tuple[str, str]:
+    """A webhook endpoint of the tenant, and a delivery for it."""
+    async with db.transaction(api.pool) as connection:
+        wanted = webhooks.Wanted("http://127.0.0.1:9/")
+        row, _ = await webhooks.add(connection, api.tenant, wanted, origin="-", most=10)
+        delivery_id = await webhooks.test(connection, row)
+    return ids.encode(ids.ENDPOINT, row["id"]), ids.encode(ids.DELIVERY, delivery_id)
 
 
 async def test_other_tenants_ids_answer_404_on_every_route(
@@ -208,20 +226,30 @@ async def test_other_tenants_ids_answer_404_on_every_route(
     ready = await api.ready()
     queued = await api.queued()
     failed = await api.queued()
-    missing = {"med": ids.encode("med", ids.new()), "job": ids.encode("job", ids.new())}
+    missing = {prefix: ids.encode(prefix, ids.new()) for prefix in ("med", "job", "ep", "del")}
+    endpoint_id, delivery_id = await endpoint(api)
     tried = 0
     for method, template in await operations(api):
         if "{" not in template or "{queue}" in template or "{worker}" in template:
             continue  # queues and workers belong to the installation
         for body in (ready, queued, failed):
             found = []
-            for media_id, job_id in (
-                (body["id"], body["job"]["id"]),
-                (missing["med"], missing["job"]),
+            for media_id, job_id, ep_id, del_id in (
+                (body["id"], body["job"]["id"], endpoint_id, delivery_id),
+                (missing["med"], missing["job"], missing["ep"], missing["del"]),
             ):
-                path = template.format(media_id=media_id, job_id=job_id, name="w8.webp")
-                body_of_it: Body | None = {} if path.endswith("/process") else None
-                answer = await other.request(method, path, json=body_of_it)
+                path = template.format(
+                    media_id=media_id,
+                    job_id=job_id,
+                    endpoint_id=ep_id,
+                    delivery_id=del_id,
+                    name="w8.webp",
+                )
+                last = path.rpartition("/")[2]
+                body_of_it: Body | None = BODIES.get("PATCH" if method == "PATCH" else last)
+                answer = await other.request(
+                    method, path, json=body_of_it, headers={"If-Match": "*"}
+                )
                 problem = check_problem(answer, 404, "not_found")
                 for name in ("instance", "request_id"):
                     del problem[name]
@@ -240,7 +268,8 @@ async def test_other_tenants_ids_answer_404_on_every_route(
     assert listed == []
     page = await api.client.get("/v1/media?limit=1")
     cursor = page.json()["next_cursor"]
-    assert (await other.get(f"/v1/media?cursor={cursor}")).json()["data"] == []
+    foreign = await other.get(f"/v1/media?cursor={cursor}")
+    check_problem(foreign, 400, "unknown_parameter")
 
 
 async def test_every_route_wants_a_key(api: Api) -> None:
@@ -268,6 +297,8 @@ async def test_every_route_wants_a_key(api: Api) -> None:
                 media_id=ids.encode("med", ids.new()),
                 job_id=ids.encode("job", ids.new()),
                 name="x",
+                endpoint_id=ids.encode(ids.ENDPOINT, ids.new()),
+                delivery_id=ids.encode(ids.DELIVERY, ids.new()),
                 queue="image",
                 worker="w",
             )
@@ -321,6 +352,22 @@ SCOPES = {
     ("POST", "/v1/dead-letters/replay"): "dlq:manage",
     ("GET", "/v1/dead-letters/{job_id}"): "dlq:manage",
     ("POST", "/v1/dead-letters/{job_id}/discard"): "dlq:manage",
+    ("GET", "/v1/media/{media_id}/events"): "media:read",
+    ("GET", "/v1/jobs/{job_id}/events"): "jobs:read",
+    ("GET", "/v1/events"): "media:read",
+    ("POST", "/v1/stream-urls"): "media:read",
+    ("POST", "/v1/webhook-endpoints"): "webhooks:manage",
+    ("GET", "/v1/webhook-endpoints"): "webhooks:manage",
+    ("GET", "/v1/webhook-endpoints/{endpoint_id}"): "webhooks:manage",
+    ("PATCH", "/v1/webhook-endpoints/{endpoint_id}"): "webhooks:manage",
+    ("DELETE", "/v1/webhook-endpoints/{endpoint_id}"): "webhooks:manage",
+    ("POST", "/v1/webhook-endpoints/{endpoint_id}/rotate-secret"): "webhooks:manage",
+    ("POST", "/v1/webhook-endpoints/{endpoint_id}/test"): "webhooks:manage",
+    ("POST", "/v1/webhook-endpoints/{endpoint_id}/recover"): "webhooks:manage",
+    ("GET", "/v1/webhook-endpoints/{endpoint_id}/deliveries"): "deliveries:read",
+    ("GET", "/v1/deliveries/{delivery_id}"): "deliveries:read",
+    ("POST", "/v1/deliveries/{delivery_id}/redeliver"): "webhooks:manage",
+    ("GET", "/v1/inbox"): "webhooks:manage",
     ("GET", "/v1/queues"): "operate",
     ("POST", "/v1/queues/{queue}/pause"): "operate",
     ("POST", "/v1/queues/{queue}/resume"): "operate",
@@ -342,6 +389,8 @@ async def test_every_route_wants_its_scope(api: Api) -> None:
                 media_id=ready["id"],
                 job_id=ready["job"]["id"],
                 name="w8.webp",
+                endpoint_id=ids.encode(ids.ENDPOINT, ids.new()),
+                delivery_id=ids.encode(ids.DELIVERY, ids.new()),
                 queue="image",
                 worker="w",
             )

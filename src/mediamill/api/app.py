@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 from typing import Any, Final
 from uuid import uuid4
@@ -19,7 +20,20 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mediamill import __version__
-from mediamill.api import dead_letters, health, jobs, media, problems, queues, recipes, storage
+from mediamill.api import (
+    dead_letters,
+    document,
+    health,
+    inbox,
+    jobs,
+    media,
+    problems,
+    queues,
+    recipes,
+    storage,
+    streams,
+    webhooks,
+)
 from mediamill.api.services import Services
 from mediamill.failures import BY_NAME, Code, Refused
 from mediamill.observability import Metrics
@@ -58,6 +72,7 @@ def create_app(services: Services) -> FastAPI:
         exception_handlers=problems.HANDLERS,
     )
     app.state.services = services
+    app.state.letters = inbox.Letters(maxlen=inbox.KEPT)
     app.state.metrics = Metrics()
     app.state.measured_at = float("-inf")
     for route in _ROUTES:
@@ -65,6 +80,7 @@ def create_app(services: Services) -> FastAPI:
     for path, endpoint, methods in _PLAIN:
         app.router.routes.append(Route(path, endpoint, methods=methods))
     app.add_middleware(_Around, metrics=app.state.metrics)
+    app.openapi = partial(document.describe, app)  # type: ignore[method-assign]
     return app
 
 
@@ -108,6 +124,24 @@ def _query(*filters: str) -> dict[str, Any]:
     }
 
 
+def _stream(*names: str) -> dict[str, Any]:
+    """The parameters of an event stream in the schema, and what it answers."""
+    return {
+        "parameters": [
+            {"name": name, "in": "query", "schema": {"type": "string"}}
+            for name in (*names, "tenant", "expires", "key_id", "signature")
+        ]
+        + [{"name": "Last-Event-ID", "in": "header", "schema": {"type": "string"}}],
+        "responses": {
+            "200": {
+                "description": "Events as they happen; each `data` is the body of a webhook.",
+                "content": {"text/event-stream": {"schema": {"type": "string"}}},
+            },
+            "204": {"description": "It has ended, and the client has heard so."},
+        },
+    }
+
+
 def _body(model: type[BaseModel]) -> dict[str, Any]:
     """A JSON body in the schema, for a route that reads it by itself."""
     content = {"application/json": {"schema": _inlined(model.model_json_schema())}}
@@ -137,10 +171,11 @@ def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
     return inlined
 
 
+_WAIT: Final = {"parameters": [{"name": "wait", "in": "query", "schema": {"type": "integer"}}]}
 _ROUTES: Final[tuple[_Route, ...]] = (
     _Route("/v1/media", "POST", media.create_media, 201, media.SlotBody, _CREATE_BODY),
     _Route("/v1/media", "GET", media.list_media, more=_query("state")),
-    _Route("/v1/media/{media_id}", "GET", media.read_media, 200, media.MediaBody),
+    _Route("/v1/media/{media_id}", "GET", media.read_media, 200, media.MediaBody, _WAIT),
     _Route("/v1/media/{media_id}", "DELETE", media.delete_media, 202),
     _Route("/v1/media/{media_id}/complete", "POST", media.complete_media, 202, media.MediaBody),
     _Route("/v1/media/{media_id}/timeline", "GET", media.read_timeline),
@@ -153,6 +188,9 @@ _ROUTES: Final[tuple[_Route, ...]] = (
         _body(media.Process),
     ),
     _Route("/v1/media/{media_id}/variants/{name}", "GET", media.read_variant, 307),
+    _Route(
+        "/v1/media/{media_id}/events", "GET", streams.media_events, more=_stream("last_event_id")
+    ),
     _Route("/v1/recipes", "GET", recipes.list_recipes),
     _Route(
         "/v1/recipes/validate",
@@ -172,10 +210,20 @@ _ROUTES: Final[tuple[_Route, ...]] = (
     ),
     _Route("/v1/jobs", "POST", jobs.create_job, 202, None, _body(jobs.NewJob)),
     _Route("/v1/jobs", "GET", jobs.list_jobs, more=_query("state", "kind", "queue")),
-    _Route("/v1/jobs/{job_id}", "GET", jobs.read_job),
+    _Route("/v1/jobs/{job_id}", "GET", jobs.read_job, more=_WAIT),
     _Route("/v1/jobs/{job_id}/timeline", "GET", jobs.read_job_timeline),
+    _Route("/v1/jobs/{job_id}/events", "GET", streams.job_events, more=_stream("last_event_id")),
     _Route("/v1/jobs/{job_id}/cancel", "POST", jobs.cancel_job, 202),
     _Route("/v1/jobs/{job_id}/replay", "POST", jobs.replay_job, 202),
+    _Route("/v1/events", "GET", streams.tenant_events, more=_stream("last_event_id", "types")),
+    _Route(
+        "/v1/stream-urls",
+        "POST",
+        streams.create_stream_url,
+        201,
+        streams.StreamUrl,
+        _body(streams.NewStreamUrl),
+    ),
     _Route(
         "/v1/dead-letters",
         "GET",
@@ -196,6 +244,72 @@ _ROUTES: Final[tuple[_Route, ...]] = (
     _Route("/v1/queues/{queue}/pause", "POST", queues.pause_queue),
     _Route("/v1/queues/{queue}/resume", "POST", queues.resume_queue),
     _Route("/v1/queues/{queue}/concurrency", "PUT", queues.cap_queue, 200, None, _body(queues.Cap)),
+    _Route(
+        "/v1/webhook-endpoints",
+        "POST",
+        webhooks.create_endpoint,
+        201,
+        webhooks.NewEndpointBody,
+        _body(webhooks.NewEndpoint),
+    ),
+    _Route("/v1/webhook-endpoints", "GET", webhooks.list_endpoints, more=_query()),
+    _Route(
+        "/v1/webhook-endpoints/{endpoint_id}",
+        "GET",
+        webhooks.read_endpoint,
+        200,
+        webhooks.EndpointBody,
+    ),
+    _Route(
+        "/v1/webhook-endpoints/{endpoint_id}",
+        "PATCH",
+        webhooks.change_endpoint,
+        200,
+        webhooks.EndpointBody,
+        _body(webhooks.EndpointChange),
+    ),
+    _Route("/v1/webhook-endpoints/{endpoint_id}", "DELETE", webhooks.delete_endpoint, 204),
+    _Route(
+        "/v1/webhook-endpoints/{endpoint_id}/rotate-secret",
+        "POST",
+        webhooks.rotate_secret,
+        200,
+        webhooks.NewEndpointBody,
+        _body(webhooks.Rotation),
+    ),
+    _Route(
+        "/v1/webhook-endpoints/{endpoint_id}/test",
+        "POST",
+        webhooks.test_endpoint,
+        202,
+        webhooks.DeliveryBody,
+    ),
+    _Route(
+        "/v1/webhook-endpoints/{endpoint_id}/recover",
+        "POST",
+        webhooks.recover_endpoint,
+        202,
+        None,
+        _body(webhooks.Recovery),
+    ),
+    _Route(
+        "/v1/webhook-endpoints/{endpoint_id}/deliveries",
+        "GET",
+        webhooks.list_deliveries,
+        more=_query("state"),
+    ),
+    _Route(
+        "/v1/deliveries/{delivery_id}", "GET", webhooks.read_delivery, 200, webhooks.DeliveryBody
+    ),
+    _Route(
+        "/v1/deliveries/{delivery_id}/redeliver",
+        "POST",
+        webhooks.redeliver,
+        202,
+        webhooks.DeliveryBody,
+    ),
+    _Route("/v1/inbox", "POST", inbox.receive, 204),
+    _Route("/v1/inbox", "GET", inbox.read),
     _Route("/v1/workers", "GET", queues.list_workers),
     _Route("/v1/workers/{worker}/drain", "POST", queues.drain_worker, 202),
 )

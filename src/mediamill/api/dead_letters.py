@@ -67,7 +67,7 @@ async def list_dead_letters(request: Request) -> Response:
     names = ("code", "kind", "queue", "since", "until")
     known_parameters(request, "limit", "cursor", *names)
     here = services(request)
-    page = Page.of(request)
+    page = Page.of(request, sender.tenant_id)
     given = {n: request.query_params[n] for n in names if n in request.query_params}
     which = parse_body(Which, _json(given))
     async with db.acquire(here.pool) as connection:

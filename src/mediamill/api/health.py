@@ -12,7 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mediamill import controls, db, installation
+from mediamill import controls, db, estimates, installation, webhooks
 from mediamill.api.services import json_response, services
 from mediamill.config import QUEUES
 from mediamill.observability import Metrics
@@ -50,6 +50,7 @@ async def metrics(request: Request) -> Response:
     """Prometheus text. The database is asked at most every few seconds."""
     found: Metrics = request.app.state.metrics
     here = services(request)
+    found.streams.set(here.follower.count)
     now = time.monotonic()
     if now - request.app.state.measured_at > _FRESH_SECONDS:
         request.app.state.measured_at = now
@@ -75,3 +76,12 @@ async def _measure(found: Metrics, connection: db.Connection) -> None:
     assert dead is not None
     found.dead_letters.set(dead["jobs"])
     found.dead_letter_age.set(dead["oldest_seconds"])
+    letters = await webhooks.figures(connection)
+    found.webhook_pending.set(letters["pending"])
+    found.webhook_oldest.set(letters["oldest_seconds"])
+    for state in ("enabled", "disabled"):
+        found.webhook_endpoints.labels(state).set(letters[state])
+    for kind in await estimates.record(connection, days=1):
+        if kind.recipe is None or kind.kind in ("image", "video", "audio"):
+            found.estimates_held.labels(kind.kind).set(kind.held)
+            found.estimate_error.labels(kind.kind).set(kind.median_error)

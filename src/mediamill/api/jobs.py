@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any, Final
 from uuid import UUID
 
@@ -22,9 +23,13 @@ from mediamill import (
     timeline,
 )
 from mediamill.api.services import (
+    CALLBACK,
+    Callback,
     Page,
+    Services,
     caller,
     chosen,
+    etags,
     idempotency_key,
     iso_time,
     json_body,
@@ -36,7 +41,11 @@ from mediamill.api.services import (
     services,
     shown_error,
     shown_timeline,
+    wait_for,
+    wait_seconds,
 )
+from mediamill.estimates import Estimate
+from mediamill.events import Topic
 from mediamill.failures import Code, Refused
 from mediamill.idempotency import Answer
 from mediamill.states import JOB_TERMINAL, JobState
@@ -58,15 +67,21 @@ class NewJob(BaseModel):
     delay_seconds: float = Field(default=0.0, ge=0, le=365 * 86400)
     dedup_key: str | None = Field(default=None, min_length=1, max_length=255)
     max_attempts: int | None = Field(default=None, ge=1, le=100)
+    callback_url: str | None = Field(default=None, max_length=2048, description=CALLBACK)
 
 
 async def create_job(request: Request) -> Response:
-    """Queue a job. 202 with its id; 200 with `duplicate_of` when a live job holds the dedup key."""
+    """Queue a job. 202 with its id; 200 with `duplicate_of` when a live job holds the dedup key.
+
+    With `Prefer: wait=N` (at most 25 s) the answer comes when the job has ended: 200, in full.
+    """
     sender = await caller(request, "jobs:write")
+    known_parameters(request, "wait")
     here = services(request)
     raw = await json_body(request)
     wanted = parse_body(NewJob, raw)
     key = idempotency_key(request, sender, idempotency.fingerprint("json", raw), route="/v1/jobs")
+    callback = await Callback.of(here, wanted.callback_url)
     async with db.transaction(here.pool) as connection:
 
         async def work() -> Answer:
@@ -80,6 +95,7 @@ async def create_job(request: Request) -> Response:
                 dedup_key=wanted.dedup_key,
                 max_attempts=wanted.max_attempts,
             )
+            await callback.register(connection, sender.tenant_id, new.id)
             made = await jobs.enqueue(connection, sender.tenant_id, [new])
             job_id, duplicate = new.id, not made
             if duplicate:
@@ -93,6 +109,13 @@ async def create_job(request: Request) -> Response:
             row = await jobs.get(connection, sender.tenant_id, job_id)
             assert row is not None
             body = shown_job(row, [], None)
+            if not duplicate:
+                place = await here.forecaster.joined(connection, row["queue"])
+                estimate = await _estimate(here, connection, row, place)
+                body |= {"position": place, "estimate": estimate.as_dict()}
+                await here.forecaster.keep(
+                    connection, sender.tenant_id, job_id, estimate, ahead=place - 1
+                )
             if duplicate:
                 body["duplicate_of"] = body["id"]
             return Answer(
@@ -106,7 +129,50 @@ async def create_job(request: Request) -> Response:
     headers = {"Location": answer.location, "Retry-After": "1"}
     if answer.replayed:
         headers["Idempotent-Replayed"] = "true"
+    ended = await _ended(here, sender.tenant_id, answer.about, wait_seconds(request))
+    if ended is not None:
+        del headers["Retry-After"]
+        return json_response(ended, 200, headers)
     return json_response(answer.body, answer.status, headers)
+
+
+async def _estimate(
+    here: Services, connection: db.Connection, row: db.Row, position: int | None
+) -> Estimate:
+    """Time left for a job that waits or runs."""
+    now = datetime.now(UTC)
+    return await here.forecaster.estimate(
+        connection,
+        kind=row["kind"],
+        recipe=row["recipe"],
+        queue=row["queue"],
+        ahead=(position or 1) - 1,
+        delay_seconds=max((row["run_at"] - now).total_seconds(), 0.0),
+        started_at=row["started_at"] if row["state"] == JobState.PROCESSING else None,
+        progress=row["progress"],
+        now=now,
+    )
+
+
+async def _ended(
+    here: Services, tenant_id: str, job_id: UUID, seconds: float
+) -> dict[str, Any] | None:
+    """The job in full, if it ends within so many seconds."""
+    if seconds <= 0:
+        return None
+
+    async def done() -> bool:
+        async with db.acquire(here.pool) as connection:
+            light = await jobs.version(connection, tenant_id, job_id)
+        return light is None or light["state"] in JOB_TERMINAL
+
+    await wait_for(here, Topic(tenant_id, None, job_id), seconds, done)
+    async with db.acquire(here.pool) as connection:
+        row = await jobs.get(connection, tenant_id, job_id)
+        if row is None or row["state"] not in JOB_TERMINAL:
+            return None
+        tried = await jobs.attempts(connection, tenant_id, job_id)
+    return shown_job(row, tried, None)
 
 
 async def _kind(connection: db.Connection, wanted: NewJob) -> controls.Kind:
@@ -135,7 +201,7 @@ async def list_jobs(request: Request) -> Response:
     sender = await caller(request, "jobs:read")
     known_parameters(request, "limit", "cursor", "state", "kind", "queue")
     here = services(request)
-    page = Page.of(request)
+    page = Page.of(request, sender.tenant_id)
     async with db.acquire(here.pool) as connection:
         rows = await jobs.list_newest(
             connection,
@@ -170,10 +236,44 @@ async def read_job_timeline(request: Request) -> Response:
 
 
 async def read_job(request: Request) -> Response:
-    """The status of a job, in every state."""
+    """The status of a job, in every state.
+
+    With `If-None-Match`, 304 while nothing has changed. With `Prefer: wait=N` (or `wait=N`, at most
+    25 s) the answer comes with the next change, or without a tag, when the job has ended.
+    """
     sender = await caller(request, "jobs:read")
+    known_parameters(request, "wait")
     here = services(request)
     job_id = path_id(request, ids.JOB, "job_id")
+    seen = etags(request, "if-none-match")
+    seconds = wait_seconds(request)
+    light = None
+
+    async def done() -> bool:
+        nonlocal light
+        async with db.acquire(here.pool) as connection:
+            light = await jobs.version(connection, sender.tenant_id, job_id)
+            if light is None:
+                return True
+            if not seen:
+                return light["state"] in JOB_TERMINAL
+            if light["pending_children"]:  # its version is theirs too
+                row = await jobs.get(connection, sender.tenant_id, job_id)
+                return row is None or _tag(row) not in seen
+        return f'"{light["version"]}"' not in seen
+
+    waited = 0.0
+    if seen or seconds:
+        waited = await wait_for(here, Topic(sender.tenant_id, None, job_id), seconds, done)
+    headers = {"Preference-Applied": f"wait={waited:g}"} if waited else {}
+    if seen and not await done():
+        assert light is not None
+        tag = next(iter(seen)) if light["pending_children"] else f'"{light["version"]}"'
+        headers |= {"ETag": f"W/{tag}", "Cache-Control": "private, no-cache"}
+        if light["state"] not in JOB_TERMINAL:
+            after = here.forecaster.poll_after(light["kind"], light["recipe"])
+            headers["Retry-After"] = str(round(after))
+        return Response(status_code=304, headers=headers)
     async with db.acquire(here.pool) as connection:
         row = await jobs.get(connection, sender.tenant_id, job_id)
         if row is None:
@@ -182,13 +282,20 @@ async def read_job(request: Request) -> Response:
         position = None
         if row["state"] == JobState.QUEUED:
             position = 1 + await jobs.position(connection, sender.tenant_id, job_id)
-    version = row["version"] + row["children_versions"]
-    headers = {"ETag": f'W/"{version}"', "Cache-Control": "private, no-cache"}
+        estimate = None
+        if row["state"] not in JOB_TERMINAL:
+            estimate = await _estimate(here, connection, row, position)
+    headers |= {"ETag": f"W/{_tag(row)}", "Cache-Control": "private, no-cache"}
     if row["state"] not in JOB_TERMINAL:
-        headers["Retry-After"] = "1"
-    if headers["ETag"] in request.headers.get("if-none-match", ""):
-        return Response(status_code=304, headers=headers)
-    return json_response(shown_job(row, tried, position), 200, headers)
+        after = here.forecaster.poll_after(row["kind"], row["recipe"])
+        headers["Retry-After"] = str(round(after))
+    body = shown_job(row, tried, position) | {"estimate": estimate and estimate.as_dict()}
+    return json_response(body, 200, headers)
+
+
+def _tag(row: db.Row) -> str:
+    """The entity tag, without the mark of a weak one."""
+    return f'"{row["version"] + row["children_versions"]}"'
 
 
 async def cancel_job(request: Request) -> Response:
@@ -262,6 +369,7 @@ def shown_job(row: db.Row, tried: list[db.Row], position: int | None) -> dict[st
         "stage": row["stage"],
         "progress": _progress(row),
         "position": position,
+        "estimate": None,
         "attempt": row["attempt"],
         "max_attempts": row["max_attempts"],
         "dead_letter": row["dead_letter"],

@@ -39,10 +39,13 @@ from mediamill import (
     variants,
 )
 from mediamill.api.services import (
+    CALLBACK,
+    Callback,
     Page,
     Services,
     caller,
     chosen,
+    etags,
     idempotency_key,
     iso_time,
     json_body,
@@ -51,11 +54,16 @@ from mediamill.api.services import (
     known_parameters,
     parse_body,
     path_id,
+    plain_text,
     pointers,
     services,
     shown_error,
     shown_timeline,
+    wait_for,
+    wait_seconds,
 )
+from mediamill.estimates import Work
+from mediamill.events import Topic
 from mediamill.failures import Code, Refused
 from mediamill.idempotency import Answer
 from mediamill.keys import Caller
@@ -64,6 +72,7 @@ from mediamill.states import JobState, MediaState
 
 SCHEMA_VERSION: Final = 1
 _LIVE: Final = frozenset({MediaState.UPLOADED, MediaState.QUEUED, MediaState.PROCESSING})
+_MOVING: Final = _LIVE | {MediaState.AWAITING_UPLOAD}
 _FORM_OVERHEAD: Final = 1 << 20
 _SNIFF_BYTES: Final = 4096
 _COPY_BYTES: Final = 1 << 20
@@ -72,17 +81,10 @@ _DOUBT_SECONDS: Final = 5.0
 router = APIRouter(tags=["media"])
 
 
-def _text(value: str) -> str:
-    """What PostgreSQL and UTF-8 can hold."""
-    if "\0" in value or any("\ud800" <= c <= "\udfff" for c in value):
-        raise PydanticCustomError("text", "must not contain U+0000 or half of a surrogate pair")
-    return value
-
-
 def _scalar(value: Any) -> Any:
     match value:
         case str():
-            return _text(value)
+            return plain_text(value)
         case None | bool() | int():
             return value
         case float() if math.isfinite(value):
@@ -96,7 +98,7 @@ Scalar = Annotated[
     PlainValidator(_scalar),
     WithJsonSchema({"type": ["string", "number", "boolean", "null"]}),
 ]
-Metadata = dict[Annotated[str, Field(max_length=64), AfterValidator(_text)], Scalar]
+Metadata = dict[Annotated[str, Field(max_length=64), AfterValidator(plain_text)], Scalar]
 
 
 class NewMedia(BaseModel):
@@ -116,9 +118,10 @@ class NewMedia(BaseModel):
     ttl_seconds: float | None = Field(
         default=None, gt=0, le=10 * 365 * 86400, description="Deleted this long after creation."
     )
+    callback_url: str | None = Field(default=None, max_length=2048, description=CALLBACK)
 
     def wanted(self) -> uploads.Wanted:
-        return uploads.Wanted(**self.model_dump(exclude={"schema_version"}))
+        return uploads.Wanted(**self.model_dump(exclude={"schema_version", "callback_url"}))
 
 
 class NewForm(BaseModel):
@@ -131,6 +134,7 @@ class NewForm(BaseModel):
     metadata: Metadata = Field(default_factory=dict, max_length=32)
     sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
     ttl_seconds: float | None = Field(default=None, gt=0, le=10 * 365 * 86400)
+    callback_url: str | None = Field(default=None, max_length=2048, description=CALLBACK)
 
 
 class Process(BaseModel):
@@ -235,16 +239,19 @@ async def create_media(request: Request) -> Response:
 async def _open_slot(request: Request, sender: Caller) -> Response:
     here = services(request)
     raw = await json_body(request)
-    wanted = parse_body(NewMedia, raw).wanted()
+    asked = parse_body(NewMedia, raw)
+    wanted = asked.wanted()
     key = idempotency_key(request, sender, idempotency.fingerprint("json", raw), route="/v1/media")
+    callback = await Callback.of(here, asked.callback_url)
 
     async with db.transaction(here.pool) as connection:
 
         async def work() -> Answer:
             slot = uploads.slot(here.settings, sender.tenant_id, wanted)
             await media.open_slot(connection, slot)
+            await callback.register(connection, sender.tenant_id, slot.id)
             signed = uploads.sign(here.storage, slot)
-            body = await _shown(here, connection, sender.tenant_id, slot.id)
+            body = await shown_media(here, connection, sender.tenant_id, slot.id)
             body["upload"] = {
                 "method": signed.method,
                 "url": signed.url,
@@ -282,8 +289,9 @@ async def _accept_form(
         size=size,
         content_type=seen.type if seen and seen.kind in ("image", "video", "audio") else announced,
         filename=file.filename,
-        **fields.model_dump(),
+        **fields.model_dump(exclude={"callback_url"}),
     )
+    callback = await Callback.of(here, fields.callback_url)
     slot = uploads.slot(here.settings, sender.tenant_id, wanted)
     receiver = await here.storage.receive(slot.upload_key)
     settled = False
@@ -310,6 +318,7 @@ async def _accept_form(
 
             async def work() -> Answer:
                 await media.open_slot(connection, slot)
+                await callback.register(connection, sender.tenant_id, slot.id)
                 await media.accept(
                     connection,
                     sender.tenant_id,
@@ -319,7 +328,7 @@ async def _accept_form(
                     births=uploads.births(slot.kind),
                     max_attempts=here.settings.max_attempts,
                 )
-                body = await _shown(here, connection, sender.tenant_id, slot.id)
+                body = await shown_media(here, connection, sender.tenant_id, slot.id, joining=True)
                 return Answer(202, json_text(body), _path(slot.id), slot.id)
 
             answer = await idempotency.once(
@@ -363,25 +372,59 @@ async def complete_media(request: Request) -> Response:
         first = await uploads.complete(
             connection, here.storage, here.settings, sender.tenant_id, media_id
         )
-        body = await _shown(here, connection, sender.tenant_id, media_id, joining=first)
+        body = await shown_media(here, connection, sender.tenant_id, media_id, joining=first)
     failpoints.hit("api.accepted")
     status = 202 if body["state"] in _LIVE else 200
     return json_response(body, status, _headers(body) | {"Location": _path(media_id)})
 
 
 async def read_media(request: Request) -> Response:
-    """The status of a media, with its variants and signed addresses once it is ready."""
+    """The status of a media, with its variants and signed addresses once it is ready.
+
+    With `If-None-Match`, 304 while nothing has changed. With `Prefer: wait=N` (or `wait=N`, at most
+    25 s) the answer comes with the next change, or without a tag, when the media is at its end.
+    """
     sender = await caller(request, "media:read")
+    known_parameters(request, "wait")
     here = services(request)
     media_id = path_id(request, ids.MEDIA, "media_id")
-    async with db.acquire(here.pool) as connection:
-        body = await _shown(here, connection, sender.tenant_id, media_id)
-    headers = _headers(body)
-    if headers["ETag"] in _etags(request):
-        del headers["Location"]
+    seen = etags(request, "if-none-match")
+    seconds = wait_seconds(request)
+    row = None
+
+    async def done() -> bool:
+        nonlocal row
+        async with db.acquire(here.pool) as connection:
+            row = await media.version(connection, sender.tenant_id, media_id)
+        if row is None or row["deleted_at"] is not None:
+            return True
+        return _tag(here, row) not in seen if seen else row["state"] not in _MOVING
+
+    waited = 0.0
+    if seen or seconds:
+        waited = await wait_for(here, Topic(sender.tenant_id, media_id), seconds, done)
+        if row is None:  # nothing was looked at yet: it does not wait
+            await done()
+    applied = {"Preference-Applied": f"wait={waited:g}"} if waited else {}
+    if seen and row is not None and row["deleted_at"] is None and (tag := _tag(here, row)) in seen:
+        headers = {"ETag": f"W/{tag}", "Cache-Control": "private, no-cache", **applied}
+        if row["state"] in _LIVE:
+            after = here.forecaster.poll_after(row["kind"] or "image", row["recipe"])
+            headers["Retry-After"] = str(round(after))
         return Response(status_code=304, headers=headers)
+    async with db.acquire(here.pool) as connection:
+        body = await shown_media(here, connection, sender.tenant_id, media_id)
+    headers = _headers(body) | applied
     del headers["Location"]
     return json_response(body, 200, headers)
+
+
+def _tag(here: Services, row: db.Row) -> str:
+    """The entity tag, without the mark of a weak one. A copy with signed addresses is good for as
+    long as they are."""
+    if row["set_id"] is None:
+        return f'"{row["version"]}"'
+    return f'"{row["version"]}.{_url_expiry(here):%H%M}"'
 
 
 async def list_media(request: Request) -> Response:
@@ -390,7 +433,7 @@ async def list_media(request: Request) -> Response:
     sender = await caller(request, "media:read")
     known_parameters(request, "limit", "cursor", "state")
     here = services(request)
-    page = Page.of(request)
+    page = Page.of(request, sender.tenant_id)
     async with db.acquire(here.pool) as connection:
         rows = await media.list_newest(
             connection,
@@ -399,7 +442,7 @@ async def list_media(request: Request) -> Response:
             states=chosen(request, "state", MediaState),
             limit=page.limit + 1,
         )
-    return page.response(request, "/v1/media", rows, [_listed(row) for row in rows])
+    return page.response(request, "/v1/media", rows, [list_item(row) for row in rows])
 
 
 async def read_timeline(request: Request) -> Response:
@@ -464,7 +507,7 @@ async def process_media(request: Request) -> Response:
                 raise Refused(
                     Code.WRONG_STATE, f"It is {original.state}; it must be ready or failed."
                 )
-            body = await _shown(here, connection, sender.tenant_id, media_id)
+            body = await shown_media(here, connection, sender.tenant_id, media_id, joining=True)
             return Answer(202, json_text(body), _path(media_id), media_id)
 
         answer = await idempotency.once(
@@ -523,7 +566,7 @@ async def read_variant(request: Request) -> Response:
     return Response(status_code=307, headers={"Location": signed.url, "Cache-Control": "no-store"})
 
 
-async def _shown(
+async def shown_media(
     here: Services,
     connection: db.Connection,
     tenant_id: str,
@@ -571,10 +614,10 @@ async def _shown(
         "links": {
             "self": _path(row["id"]),
             "timeline": f"{_path(row['id'])}/timeline",
+            "events": f"{_path(row['id'])}/events",
             **({"job": f"/v1/jobs/{job['id']}"} if job else {}),
         },
-        # A copy with signed addresses is good for as long as they are.
-        "version": f"{row['version']}.{expires_at:%H%M}" if row["variants"] else row["version"],
+        "version": _tag(here, row),
     }
 
 
@@ -593,16 +636,24 @@ async def _job(
                 if joining
                 else 1 + await jobs.position(connection, row["tenant_id"], row["job_id"])
             )
+        now = datetime.now(UTC)
+        ahead = (position or 1) - 1
         estimate = await here.forecaster.estimate(
             connection,
             kind=row["kind"] or "image",
             recipe=row["recipe"],
             queue=row["queue"],
-            ahead=(position or 1) - 1,
+            ahead=ahead,
+            work=Work.of(row),
+            delay_seconds=max((row["run_at"] - now).total_seconds(), 0.0),
             started_at=row["started_at"] if state == JobState.PROCESSING else None,
             progress=row["progress"],
-            now=datetime.now(UTC),
+            now=now,
         )
+        if joining:
+            await here.forecaster.keep(
+                connection, row["tenant_id"], row["job_id"], estimate, ahead=ahead
+            )
     return {
         "id": ids.encode(ids.JOB, row["job_id"]),
         "state": state,
@@ -622,7 +673,7 @@ def _variant(here: Services, variant: dict[str, Any], expires_at: datetime) -> d
     return shown | {"url": signed.url, "url_expires_at": iso_time(expires_at)}
 
 
-def _listed(row: db.Row) -> dict[str, Any]:
+def list_item(row: db.Row) -> dict[str, Any]:
     return {
         "id": ids.encode(ids.MEDIA, row["id"]),
         "state": row["state"],
@@ -660,7 +711,7 @@ def _poll_after(job: dict[str, Any] | None) -> float:
 
 def _headers(body: dict[str, Any]) -> dict[str, str]:
     headers = {
-        "ETag": f'W/"{body.pop("version")}"',
+        "ETag": f"W/{body.pop('version')}",
         "Cache-Control": "private, no-cache",
         "Location": body["links"]["self"],
     }
@@ -728,10 +779,6 @@ def _form_parts(form: FormData) -> tuple[UploadFile, NewForm]:
             "`metadata` must be JSON.",
             errors=[{"pointer": "/metadata", "detail": "must be a JSON object"}],
         ) from None
-
-
-def _etags(request: Request) -> set[str]:
-    return {tag.strip() for tag in request.headers.get("if-none-match", "").split(",")}
 
 
 def _url_expiry(here: Services) -> datetime:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
-from collections.abc import Iterable, Sequence
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -12,13 +15,18 @@ from typing import Any, Final, TypeVar
 from urllib.parse import urlencode
 from uuid import UUID
 
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESSIV
 from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mediamill import db, idempotency, ids, timeline
+from mediamill import db, idempotency, ids, timeline, webhooks
 from mediamill.config import Settings
+from mediamill.egress import Egress
 from mediamill.estimates import Forecaster
+from mediamill.events import Follower, Topic
 from mediamill.failures import BY_NAME, Code, Problem, Refused
 from mediamill.installation import Installation
 from mediamill.keys import Caller, Keychain
@@ -27,7 +35,6 @@ from mediamill.storage.local import LocalStorage
 M = TypeVar("M", bound=BaseModel)
 
 JSON: Final = "application/json"
-_CURSOR: Final = "cur"
 MAX_JSON_BYTES: Final = 1 << 20
 
 
@@ -41,7 +48,36 @@ class Services:
     installation: Installation
     keychain: Keychain
     forecaster: Forecaster
+    egress: Egress
+    follower: Follower
     shutting_down: asyncio.Event = field(default_factory=asyncio.Event)
+    waiters: int = 0
+
+
+CALLBACK: Final = (
+    "Told of what becomes of this, beside the registered endpoints. One of those must be enabled "
+    "and have the same origin; it signs."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Callback:
+    """An address for the events of one media or job, checked before any transaction."""
+
+    url: str | None
+    origin: str = ""
+
+    @classmethod
+    async def of(cls, here: Services, url: str | None) -> Callback:
+        """Raises Refused for an address that may not be called."""
+        if url is None:
+            return cls(None)
+        return cls(url, await webhooks.origin(here.egress, url, pointer="/callback_url"))
+
+    async def register(self, connection: db.Connection, tenant_id: str, subject: UUID) -> None:
+        """Raises Refused for an origin that no enabled endpoint of the tenant has."""
+        if self.url is not None:
+            await webhooks.call_back(connection, tenant_id, subject, self.url, origin=self.origin)
 
 
 def services(request: Request) -> Services:
@@ -49,13 +85,17 @@ def services(request: Request) -> Services:
     return found
 
 
+def bearer(request: Request) -> str | None:
+    """The key that came with the request."""
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else None
+
+
 async def caller(request: Request, scope: str) -> Caller:
     """Who sends this, if the key may do `scope`. Raises Refused before any of the body is read."""
-    header = request.headers.get("authorization", "")
-    scheme, _, token = header.partition(" ")
-    known = None
-    if scheme.lower() == "bearer":
-        known = await services(request).keychain.identify(token.strip())
+    token, known = bearer(request), None
+    if token is not None:
+        known = await services(request).keychain.identify(token)
     if known is None:
         raise Refused(Code.UNAUTHENTICATED)
     if not known.may(scope):
@@ -95,6 +135,57 @@ def json_response(
 ) -> Response:
     text = body if isinstance(body, str) else json_text(body)
     return Response(text.encode(), status, headers, JSON)
+
+
+_WAIT_MOST: Final = 25.0
+_LOOK_SECONDS: Final = 5.0
+
+
+def wait_seconds(request: Request) -> float:
+    """How long the client would wait: `Prefer: wait=N` or `?wait=N`, at most 25 s; else 0.
+
+    A preference that cannot be read is no error (RFC 7240). Raises Refused for a bad parameter.
+    """
+    text = request.query_params.get("wait")
+    if text is not None:
+        if not text.isascii() or not text.isdigit() or len(text) > 9:
+            raise _bad_parameter("wait", "must be a number of seconds")
+        return min(float(text), _WAIT_MOST)
+    for preference in ",".join(request.headers.getlist("prefer")).split(","):
+        name, _, value = preference.partition("=")
+        value = value.partition(";")[0].strip().strip('"')
+        if name.strip().lower() == "wait" and value.isascii() and value.isdigit():
+            return min(float(value[:9]), _WAIT_MOST)
+    return 0.0
+
+
+async def wait_for(
+    here: Services, topic: Topic, seconds: float, done: Callable[[], Awaitable[bool]]
+) -> float:
+    """Return once `done` says so, or after `seconds`; how long it may have taken at most.
+
+    No database connection is held between two looks. With too many waiting already it returns at
+    once.
+    """
+    if seconds <= 0 or here.waiters >= here.settings.max_waiters or await done():
+        return 0.0
+    here.waiters += 1
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + seconds
+    subscription = await here.follower.subscribe(topic)
+    try:
+        while not here.shutting_down.is_set() and not await done():
+            left = deadline - clock()
+            if left <= 0:
+                break
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(left, _LOOK_SECONDS)):
+                    await subscription.wake.wait()
+            subscription.take()
+    finally:
+        here.follower.leave(subscription)
+        here.waiters -= 1
+    return seconds
 
 
 def known_parameters(request: Request, *names: str) -> None:
@@ -166,6 +257,29 @@ def idempotency_key(
     return idempotency.Key(sender.tenant_id, request.method, route, key, fingerprint)
 
 
+def plain_text(value: str) -> str:
+    """What PostgreSQL and UTF-8 can hold; a validator for Pydantic."""
+    if "\0" in value or any("\ud800" <= c <= "\udfff" for c in value):
+        raise PydanticCustomError("text", "must not contain U+0000 or half of a surrogate pair")
+    return value
+
+
+def etags(request: Request, header: str) -> set[str]:
+    """The tags of If-None-Match or If-Match, compared weakly: without what marks them weak."""
+    return {
+        tag.strip().removeprefix("W/") for tag in request.headers.get(header, "").split(",") if tag
+    }
+
+
+def if_match(request: Request, etag: str) -> None:
+    """Raise Refused unless the client has seen the present state of what it changes."""
+    given = etags(request, "if-match")
+    if not given:
+        raise Refused(Code.PRECONDITION_REQUIRED)
+    if etag.removeprefix("W/") not in given and "*" not in given:
+        raise Refused(Code.PRECONDITION_FAILED)
+
+
 def chosen(request: Request, name: str, known: type[StrEnum]) -> list[str] | None:
     """Values of a filter that takes several, separated by commas. Raises Refused."""
     text = request.query_params.get(name)
@@ -184,22 +298,39 @@ def chosen(request: Request, name: str, known: type[StrEnum]) -> list[str] | Non
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page of a list, newest first: ids sort by time, so a cursor is where a page ended."""
+    """A page of a list, newest first: ids sort by time, so a cursor is where a page ended.
+
+    A cursor is sealed, so that nobody comes to rely on what is in it, and good only for the list,
+    the tenant and the filters that it was given out with.
+    """
 
     limit: int
     before: UUID | None
+    _seal: AESSIV
+    _about: list[bytes]
 
     @classmethod
-    def of(cls, request: Request) -> Page:
+    def of(cls, request: Request, tenant_id: str) -> Page:
         """From `limit` (default 50, at most 200) and `cursor`. Raises Refused."""
         limit = request.query_params.get("limit", "50")
         if not limit.isascii() or not limit.isdigit() or len(limit) > 9 or int(limit) < 1:
             raise _bad_parameter("limit", "must be a number from 1")
+        filters = sorted(
+            (k, v) for k, v in request.query_params.items() if k not in ("cursor", "limit")
+        )
+        about = [tenant_id.encode(), request.url.path.encode(), urlencode(filters).encode()]
+        key = hmac.digest(services(request).installation.pepper, b"cursor", "sha256")
+        seal = AESSIV(key)
         text = request.query_params.get("cursor")
-        before = None if text is None else ids.decode(_CURSOR, text)
-        if text is not None and before is None:
-            raise _bad_parameter("cursor", "is not one that this list gave out")
-        return cls(min(int(limit), 200), before)
+        before = None
+        if text is not None:
+            try:
+                before = UUID(bytes=seal.decrypt(urlsafe_b64decode(text + "=" * 3), about))
+            except (InvalidTag, ValueError):
+                raise _bad_parameter(
+                    "cursor", "is not one that this list gave out with these filters"
+                ) from None
+        return cls(min(int(limit), 200), before, seal, about)
 
     def response(
         self, request: Request, path: str, rows: Sequence[Any], shown: Sequence[dict[str, Any]]
@@ -208,7 +339,9 @@ class Page:
         cursor = None
         headers = {"Cache-Control": "private, no-cache"}
         if len(rows) > self.limit:
-            cursor = ids.encode(_CURSOR, rows[self.limit - 1]["id"])
+            last: UUID = rows[self.limit - 1]["id"]
+            sealed = self._seal.encrypt(last.bytes, self._about)
+            cursor = urlsafe_b64encode(sealed).rstrip(b"=").decode()
             kept = {k: v for k, v in request.query_params.items() if k != "cursor"}
             headers["Link"] = f'<{path}?{urlencode({**kept, "cursor": cursor})}>; rel="next"'
         body = {

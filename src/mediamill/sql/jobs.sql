@@ -542,6 +542,12 @@ LEFT JOIN LATERAL (
 ) AS below ON true
 WHERE j.tenant_id = $1 AND j.id = $2
 
+-- name: version
+-- What a client that polls is asked for: one row by its key. A parent's version is that of its
+-- children too: it is not told here.
+SELECT version, state, queue, kind, recipe, pending_children FROM jobs
+WHERE tenant_id = $1 AND id = $2
+
 -- name: attempts
 SELECT attempt, fence, worker, started_at, finished_at, outcome, error
 FROM attempts WHERE tenant_id = $1 AND job_id = $2 ORDER BY fence

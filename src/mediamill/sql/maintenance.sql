@@ -80,6 +80,13 @@ WITH done AS (
     UPDATE events AS e SET data = jsonb_build_object('state', e.data -> 'state')
     FROM done AS d
     WHERE e.tenant_id = d.tenant_id AND e.media_id = d.media_id AND e.type = 'media.preview'
+), unsaid AS (
+    UPDATE deliveries AS w SET body = NULL
+    FROM done AS d
+    WHERE w.tenant_id = d.tenant_id AND w.media_id = d.media_id AND w.body IS NOT NULL
+), uncalled AS (
+    DELETE FROM callbacks AS c USING done AS d
+    WHERE c.tenant_id = d.tenant_id AND c.subject_id = d.media_id
 )
 SELECT 1 FROM done
 
@@ -116,7 +123,21 @@ WHERE (j.tenant_id, j.id) IN (
 -- name: forget_events
 DELETE FROM events
 WHERE (tenant_id, id) IN (
-    SELECT tenant_id, id FROM events WHERE at < now() - $1::interval ORDER BY at LIMIT $2)
+    SELECT tenant_id, id FROM (SELECT tenant_id, id, at FROM events ORDER BY id LIMIT $2) AS first
+    WHERE at < now() - $1::interval)
+
+-- name: forget_deliveries
+DELETE FROM deliveries
+WHERE (tenant_id, id) IN (
+    SELECT tenant_id, id FROM deliveries
+    WHERE state <> 'pending' AND finished_at < now() - $1::interval LIMIT $2)
+
+-- name: forget_endpoints
+-- Endpoints that were deleted and whose deliveries are forgotten.
+DELETE FROM endpoints AS e
+WHERE e.state = 'deleted' AND e.changed_at < now() - $1::interval
+  AND NOT EXISTS (SELECT 1 FROM deliveries AS d
+                  WHERE d.tenant_id = e.tenant_id AND d.endpoint_id = e.id)
 
 -- name: forget_keys
 DELETE FROM idempotency WHERE expires_at < now()

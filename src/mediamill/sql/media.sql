@@ -228,6 +228,11 @@ LEFT JOIN LATERAL (
 ) AS manifest ON true
 WHERE m.tenant_id = $1 AND m.id = $2
 
+-- name: version
+-- What a client that polls is asked for: one row by its key.
+SELECT version, set_id, state, kind, recipe, deleted_at FROM media
+WHERE tenant_id = $1 AND id = $2
+
 -- name: for_work
 -- What an attempt needs to know of its media.
 SELECT id, kind, filename, content_type, size, sha256, upload_key, object_version, detected_type,

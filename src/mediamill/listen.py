@@ -1,0 +1,114 @@
+"""`mediamill listen`: webhooks for a server on a developer's machine, over the event stream.
+
+No tunnel is needed: the events come over a connection that this process opens, and are signed here
+and sent on to the address that the developer names.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import httpx2 as httpx
+
+from mediamill import webhooks
+from mediamill.client import Client, Problem
+
+_PAUSE_SECONDS: Final = (1.0, 4.0)
+_SKIPPED: Final = frozenset({"snapshot", "reset"})
+
+Say = Callable[[str], None]
+
+
+def fresh_secret() -> str:
+    """A secret for one session."""
+    return f"whsec_{base64.b64encode(secrets.token_bytes(32)).decode()}"
+
+
+@dataclass(slots=True)
+class Forwarder:
+    """Signs events and sends them on; notes each one if there is a file for it."""
+
+    url: str
+    secret: str
+    say: Say
+    record: Path | None = None
+
+    def forward(self, body: bytes) -> int | None:
+        """Sign and send one event; the status of the answer, None if there was none."""
+        told: dict[str, Any] = json.loads(body)
+        headers = webhooks.sign(
+            "hmac",
+            [webhooks.read_secret(self.secret)],
+            message_id=told["id"],
+            timestamp=int(time.time()),
+            body=body,
+        )
+        headers["content-type"] = "application/json"
+        if self.record is not None:
+            with self.record.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"body": body.decode()}, ensure_ascii=False) + "\n")
+        begun = time.monotonic()
+        try:
+            answer = httpx.post(self.url, content=body, headers=headers, timeout=15.0)
+        except httpx.HTTPError as error:
+            self.say(f"{told['type']:20} {told['id']}  no answer: {error}")
+            return None
+        took = (time.monotonic() - begun) * 1000
+        self.say(f"{told['type']:20} {told['id']}  {answer.status_code} in {took:.0f} ms")
+        return answer.status_code
+
+
+def listen(
+    client: Client, forwarder: Forwarder, *, types: str | None = None, most: int | None = None
+) -> int:
+    """Forward every event of the tenant as it happens, until interrupted or `most` were; how many.
+
+    Comes back after a cut where it was. Raises Problem when the key is refused.
+    """
+    last: str | None = None
+    count = 0
+    while True:
+        try:
+            for number, type_, data in client.stream("/v1/events", types=types, last=last):
+                last = number or last
+                if type_ in _SKIPPED or number is None:
+                    continue
+                forwarder.forward(data)
+                count += 1
+                if most is not None and count >= most:
+                    return count
+        except Problem as problem:
+            if problem.status < 500:
+                raise
+            forwarder.say(str(problem))
+        except httpx.HTTPError as error:
+            forwarder.say(f"cut off ({error}); coming back")
+        time.sleep(random.uniform(*_PAUSE_SECONDS))  # noqa: S311
+
+
+def replay(file: Path, forwarder: Forwarder) -> int:
+    """Send what was recorded again, in order, signed anew; how many. Raises ValueError for a file
+    that is no record."""
+    count = 0
+    for body in _recorded(file):
+        forwarder.forward(body)
+        count += 1
+    return count
+
+
+def _recorded(file: Path) -> Iterator[bytes]:
+    for number, line in enumerate(file.read_text("utf-8").splitlines(), start=1):
+        try:
+            body: str = json.loads(line)["body"]
+            json.loads(body)["id"]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{file}: line {number} is no recorded event") from None
+        yield body.encode()

@@ -1,0 +1,194 @@
+"""Polling: what has not changed costs one read, and waiting for a change holds no connection."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from tests import rows
+from tests.api.conftest import Api, check_problem
+
+from mediamill import db, ids, jobs
+from mediamill.jobs import NewJob
+from mediamill.queue import Ticket
+
+pytestmark = pytest.mark.anyio
+
+
+async def publish(api: Api, body: dict[str, Any]) -> None:
+    held = await api.claimed(body)
+    async with db.acquire(api.pool) as connection:
+        await rows.publish(connection, api.store, held, {"w8.webp": b"0123456789"})
+
+
+async def test_what_has_not_changed_costs_one_indexed_read(
+    api: Api, client: httpx.AsyncClient
+) -> None:
+    asked: list[str] = []
+
+    def note(record: Any) -> None:
+        if "UNLISTEN" not in record.query:  # the pool tidies a connection that is given back
+            asked.append(record.query)
+
+    bodies = (await api.queued(), await api.ready())
+    async with api.pool.acquire() as connection:
+        connection.add_query_logger(note)  # the pool hands out this very connection next
+    for body in bodies:
+        for path in (f"/v1/media/{body['id']}", body["links"]["job"]):
+            first = await client.get(path)
+            tag = first.headers["etag"]
+            assert tag.startswith('W/"')
+            asked.clear()
+            for given in (tag, tag.removeprefix("W/"), f'"other", {tag}'):
+                answer = await client.get(path, headers={"If-None-Match": given})
+                assert answer.status_code == 304, path
+                assert answer.content == b""
+                assert answer.headers["etag"] == tag
+                assert ("retry-after" in answer.headers) == (body["state"] == "queued")
+            assert [q.split("\n")[-1] for q in asked] == ["WHERE tenant_id = $1 AND id = $2"] * 3
+
+
+async def test_another_tag_gets_the_body(api: Api, client: httpx.AsyncClient) -> None:
+    body = await api.queued()
+    answer = await client.get(f"/v1/media/{body['id']}", headers={"If-None-Match": 'W/"0"'})
+    assert answer.status_code == 200
+    answer = await client.get(f"/v1/media/{body['id']}", headers={"If-None-Match": "nonsense"})
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("how", ["header", "parameter"])
+async def test_a_waiting_client_gets_the_change_when_it_happens(
+    api: Api, client: httpx.AsyncClient, how: str
+) -> None:
+    body = await api.queued()
+    path = f"/v1/media/{body['id']}"
+    tag = (await client.get(path)).headers["etag"]
+    headers = {"If-None-Match": tag} | ({"Prefer": "wait=20"} if how == "header" else {})
+    query = {} if how == "header" else {"wait": "20"}
+    waiting = asyncio.create_task(client.get(path, headers=headers, params=query))
+    await asyncio.sleep(0.3)
+    assert not waiting.done()
+    assert api.services.waiters == 1
+    assert api.pool.get_idle_size() >= api.pool.get_size() - 1  # at most the follower's own look
+    await publish(api, body)
+    async with asyncio.timeout(5):
+        answer = await waiting
+    assert answer.status_code == 200
+    assert answer.json()["state"] != "queued"
+    assert answer.headers["preference-applied"] == "wait=20"
+    assert api.services.waiters == 0
+    assert api.services.follower.count == 0
+
+
+async def test_without_a_tag_it_waits_for_the_end(api: Api, client: httpx.AsyncClient) -> None:
+    body = await api.queued()
+    waiting = asyncio.create_task(client.get(f"/v1/media/{body['id']}?wait=20"))
+    await asyncio.sleep(0.2)
+    await publish(api, body)
+    async with asyncio.timeout(5):
+        answer = await waiting
+    assert answer.json()["state"] == "ready"
+    assert len(answer.json()["variants"]) == 1
+
+
+async def test_nothing_new_is_304_at_the_deadline(api: Api, client: httpx.AsyncClient) -> None:
+    body = await api.queued()
+    for path in (f"/v1/media/{body['id']}", body["links"]["job"]):
+        tag = (await client.get(path)).headers["etag"]
+        begun = time.monotonic()
+        answer = await client.get(path, headers={"If-None-Match": tag, "Prefer": "wait=1"})
+        assert answer.status_code == 304
+        assert answer.headers["preference-applied"] == "wait=1"
+        assert time.monotonic() - begun >= 1
+
+
+async def test_too_many_who_wait_are_answered_at_once(api: Api, client: httpx.AsyncClient) -> None:
+    body = await api.queued()
+    api.services.waiters = api.services.settings.max_waiters
+    begun = time.monotonic()
+    answer = await client.get(f"/v1/media/{body['id']}?wait=20")
+    assert answer.status_code == 200
+    assert "preference-applied" not in answer.headers
+    assert time.monotonic() - begun < 10
+    api.services.waiters = 0
+
+
+async def test_a_leaving_process_lets_them_go(api: Api, client: httpx.AsyncClient) -> None:
+    body = await api.queued()
+    waiting = asyncio.create_task(client.get(f"/v1/media/{body['id']}?wait=20"))
+    await asyncio.sleep(0.3)
+    api.services.shutting_down.set()
+    api.services.follower.wake_all()
+    async with asyncio.timeout(5):
+        assert (await waiting).status_code == 200
+
+
+async def test_preferences_that_are_not_known_are_no_error(
+    api: Api, client: httpx.AsyncClient
+) -> None:
+    body = await api.queued()
+    path = f"/v1/media/{body['id']}"
+    for prefer in ("wait=x", "respond-async", "wait", "wait=-5", ";;=,", 'handling="lenient"'):
+        assert (await client.get(path, headers={"Prefer": prefer})).status_code == 200
+    for bad in ("x", "-1", "1.5", ""):
+        check_problem(await client.get(path, params={"wait": bad}), 400, "unknown_parameter")
+    check_problem(await client.get(f"{path}?waits=5"), 400, "unknown_parameter")
+
+
+async def test_a_job_is_waited_for_when_it_is_made(api: Api, client: httpx.AsyncClient) -> None:
+    async with db.acquire(api.pool) as connection:
+        await connection.execute(
+            "INSERT INTO kinds (kind, version, queue, max_attempts)"
+            " VALUES ('test.wait', 1, 'default', 3) ON CONFLICT DO NOTHING"
+        )
+    making = asyncio.create_task(
+        client.post("/v1/jobs", json={"kind": "test.wait"}, headers={"Prefer": "wait=20"})
+    )
+    async with db.acquire(api.pool) as connection:
+        for _ in range(500):
+            row = await connection.fetchrow("SELECT id FROM jobs WHERE kind = 'test.wait'")
+            if row is not None:
+                break
+            await asyncio.sleep(0.01)
+        assert row is not None
+        (held,) = await jobs.claim(
+            connection,
+            [Ticket("default", api.tenant, row["id"])],
+            worker="w",
+            lease_seconds=60,
+            kinds=[("test.wait", 1)],
+        )
+        await jobs.complete(connection, held, {"value": 7}, retention_seconds=60)
+    async with asyncio.timeout(5):
+        answer = await making
+    assert answer.status_code == 200
+    assert (answer.json()["state"], answer.json()["result"]) == ("completed", 7)
+    assert answer.headers["location"] == f"/v1/jobs/{ids.encode(ids.JOB, row['id'])}"
+
+
+async def test_a_parent_changes_with_its_children(api: Api, client: httpx.AsyncClient) -> None:
+    parent = NewJob("test.parent", {}, "default")
+    child = NewJob("test.child", {}, "default", child_key="a")
+    async with db.transaction(api.pool) as connection:
+        await jobs.enqueue(connection, api.tenant, [parent])
+        (held,) = await jobs.claim(
+            connection,
+            [Ticket("default", api.tenant, parent.id)],
+            worker="w",
+            lease_seconds=60,
+            kinds=[("test.parent", 1)],
+        )
+        await jobs.enqueue(connection, api.tenant, [child], parent_id=parent.id)
+        await connection.execute(
+            "UPDATE jobs SET pending_children = 1, lease_until = NULL WHERE id = $1", parent.id
+        )
+    path = f"/v1/jobs/{ids.encode(ids.JOB, parent.id)}"
+    tag = {"If-None-Match": (await client.get(path)).headers["etag"]}
+    assert (await client.get(path, headers=tag)).status_code == 304
+    async with db.acquire(api.pool) as connection:
+        await connection.execute("UPDATE jobs SET version = version + 1 WHERE id = $1", child.id)
+    assert (await client.get(path, headers=tag)).status_code == 200
+    assert held
