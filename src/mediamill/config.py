@@ -72,6 +72,14 @@ class Settings(BaseSettings):
     host: str = Field()
     port: int = Field(ge=0, le=65535)
     public_url: str | None = None
+    storage: Literal["local", "s3"] = Field()
+    s3_bucket: str | None = None
+    s3_region: str = Field()
+    s3_endpoint: str | None = None
+    s3_public_endpoint: str | None = None
+    s3_virtual_host: bool = Field()
+    s3_access_key_id: str | None = None
+    s3_secret_access_key: str | None = None
     database_pool_size: int = Field(ge=2, le=200)
     slots: str | None = None
     drain_seconds: float = Field(ge=0)
@@ -115,7 +123,7 @@ class Settings(BaseSettings):
     def _absolute(cls, value: Path | None) -> Path | None:
         return value and value.expanduser().absolute()
 
-    @field_validator("public_url")
+    @field_validator("public_url", "s3_endpoint", "s3_public_endpoint")
     @classmethod
     def _no_trailing_slash(cls, value: str | None) -> str | None:
         return value.rstrip("/") if value else value
@@ -127,6 +135,14 @@ class Settings(BaseSettings):
         if self.superseded_set_seconds < self.read_url_ttl_seconds:
             raise ValueError("superseded_set_seconds must not be below read_url_ttl_seconds")
         parse_slots(self.slots)
+        return self
+
+    @model_validator(mode="after")
+    def _whole_storage(self) -> Settings:
+        if self.storage == "s3" and not self.s3_bucket:
+            raise ValueError("storage = s3 needs s3_bucket")
+        if (self.s3_access_key_id is None) != (self.s3_secret_access_key is None):
+            raise ValueError("s3_access_key_id and s3_secret_access_key go together")
         return self
 
     @classmethod

@@ -178,6 +178,13 @@ class Code(Enum):
         "Storage did not answer in time.",
         "Nothing to do: it is tried again by itself.",
     )
+    STORAGE_AUTH = Row(
+        _T,
+        503,
+        "Storage refused this installation's credentials.",
+        "Nothing is wrong with the file. An operator should look at the keys, the bucket's policy "
+        "and the clock: `mediamill storage doctor` says what is refused.",
+    )
     DATABASE_UNAVAILABLE = Row(
         _T,
         503,

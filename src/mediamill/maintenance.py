@@ -24,7 +24,6 @@ from mediamill.config import QUEUES, Settings
 from mediamill.failures import Code, LeaseLost, Problem
 from mediamill.jobs import Claim
 from mediamill.storage import Storage
-from mediamill.storage.local import LocalStorage
 
 log = structlog.get_logger()
 
@@ -234,13 +233,9 @@ class Maintenance:
         for (tenant, name), (_, job_id, fence) in zip(staged, parsed, strict=True):
             if (job_id, fence) not in at_work:
                 swept += await self._store.delete(f"{storage.STAGE}/{tenant}/{name}")
-        if isinstance(self._store, LocalStorage):
-            swept += await asyncio.to_thread(
-                self._store.sweep_incoming,
-                older_than_seconds=_INCOMING_SECONDS,
-                now=time.time(),
-            )
-        return swept
+        return swept + await self._store.sweep(
+            older_than_seconds=_INCOMING_SECONDS, now=time.time()
+        )
 
     async def sweep_uploads(
         self, connection: db.Connection, *, older_than_seconds: float = _ORPHAN_UPLOAD_SECONDS

@@ -34,7 +34,8 @@ from mediamill.keys import Keychain
 from mediamill.lease import Leases, Stop
 from mediamill.maintenance import Maintenance
 from mediamill.mill import Mill
-from mediamill.storage.local import LocalStorage, open_local
+from mediamill.storage import Storage
+from mediamill.storage.choice import open_storage
 from mediamill.worker import ScratchFolder, Worker, sweep_scratch
 
 log = structlog.get_logger()
@@ -192,7 +193,7 @@ async def _serve_worker(settings: Settings, app: str | None) -> None:
 
 
 async def _maintain(
-    settings: Settings, pool: db.Pool, store: LocalStorage, slots: dict[str, int]
+    settings: Settings, pool: db.Pool, store: Storage, slots: dict[str, int]
 ) -> None:
     if slots.get("maintenance", 0) > 0:
         await Maintenance(settings, pool, store).run()
@@ -201,7 +202,7 @@ async def _maintain(
 @asynccontextmanager
 async def _base(
     settings: Settings, service: str
-) -> AsyncIterator[tuple[db.Pool, Installation, LocalStorage]]:
+) -> AsyncIterator[tuple[db.Pool, Installation, Storage]]:
     """What every process opens: the database at a schema that we know, and the storage that fits
     it."""
     dsn = require_database(settings)
@@ -217,14 +218,13 @@ async def _base(
             await db.check_schema(connection)
             installed = await installation.identify(connection)
             may_be_new = not await installation.holds_objects(connection)
-        store = open_local(
-            settings.objects_dir,
-            installed.id,
-            lambda: installed.keyring,
-            settings.base_url,
-            may_be_new=may_be_new,
+        store = await open_storage(
+            settings, installed.id, lambda: installed.keyring, may_be_new=may_be_new
         )
-        yield pool, installed, store
+        try:
+            yield pool, installed, store
+        finally:
+            await store.close()
     finally:
         with suppress(TimeoutError):
             async with asyncio.timeout(5):

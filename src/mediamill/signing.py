@@ -29,13 +29,15 @@ class Keyring:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What a signature covers. `content_type` and `size` are given for a PUT only."""
+    """What a signature covers. `content_type` and `size` are given for a PUT only, `part` (upload,
+    number, offset) for a PUT of a part."""
 
     method: str
     key: str
     expires: int
     content_type: str = ""
     size: int | None = None
+    part: tuple[str, int, int] | None = None
 
     def message(self, version: int) -> bytes:
         parts = (
@@ -46,6 +48,7 @@ class Grant:
             str(self.expires),
             self.content_type,
             "" if self.size is None else str(self.size),
+            *(str(value) for value in self.part or ()),
         )
         return "\n".join(parts).encode()
 
@@ -53,7 +56,9 @@ class Grant:
 def sign(keyring: Keyring, grant: Grant) -> str:
     """The path and query, below the storage root, under which the grant can be used."""
     version = keyring.newest
+    names = ("upload", "part", "offset")
     query = {
+        **dict(zip(names, grant.part or (), strict=False)),
         "expires": grant.expires,
         "key_id": version,
         "signature": _signature(keyring.keys[version], grant.message(version)),

@@ -128,6 +128,7 @@ def sign(store: Storage, opened: media.Slot) -> SignedRequest:
         content_type=opened.content_type,
         size=opened.size,
         expires_at=expires_at,
+        sha256=opened.sha256,
     )
 
 

@@ -46,6 +46,7 @@ class Api:
 
     @property
     def store(self) -> LocalStorage:
+        assert isinstance(self.services.storage, LocalStorage)
         return self.services.storage
 
     @property

@@ -22,7 +22,7 @@ from mediamill.estimates import Forecaster
 from mediamill.failures import BY_NAME, Code, Problem, Refused
 from mediamill.installation import Installation
 from mediamill.keys import Caller, Keychain
-from mediamill.storage.local import LocalStorage
+from mediamill.storage import Storage
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -37,7 +37,7 @@ class Services:
 
     settings: Settings
     pool: db.Pool
-    storage: LocalStorage
+    storage: Storage
     installation: Installation
     keychain: Keychain
     forecaster: Forecaster
