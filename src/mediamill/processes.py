@@ -107,10 +107,12 @@ async def serve_api(settings: Settings) -> None:
             timeout_keep_alive=15,
         )
         follow = asyncio.create_task(_follow_keys(pool, installed))
+        farewell = asyncio.create_task(_end_writers(services))
         try:
             await _Server(config, services.shutting_down).serve(sockets=[_listen(settings)])
         finally:
             follow.cancel()
+            farewell.cancel()
 
 
 async def serve_worker(settings: Settings, app: str | None = None) -> None:
@@ -230,6 +232,11 @@ async def _base(
             async with asyncio.timeout(5):
                 await pool.close()
         pool.terminate()
+
+
+async def _end_writers(services: Services) -> None:
+    await services.shutting_down.wait()
+    services.transfers.stop()
 
 
 async def _follow_keys(pool: db.Pool, installed: Installation) -> None:

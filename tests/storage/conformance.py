@@ -270,6 +270,18 @@ class Conformance:
         stored = await store.complete_parts("uploads/t/a", upload, [second], size=5)
         assert await content(store, "uploads/t/a", stored) == b"other"
 
+    async def test_what_is_set_aside_is_an_object_and_no_part(self, store: Storage) -> None:
+        upload = await store.begin_parts("uploads/t/a/original", content_type="video/mp4")
+        receiver = await store.open_part("uploads/t/a/original", upload, 1, offset=0, fence=1)
+        await receiver.write(b"too few for a part")
+        await receiver.set_aside("uploads/t/a/tail-1")
+        receiver.abort()
+        stored = await store.stat("uploads/t/a/tail-1")
+        assert stored is not None
+        assert await content(store, "uploads/t/a/tail-1", stored) == b"too few for a part"
+        assert await store.list_parts("uploads/t/a/original", upload) == []
+        await store.abort_parts("uploads/t/a/original", upload)
+
     async def test_parts_that_are_given_up_are_gone(self, store: Storage) -> None:
         upload = await store.begin_parts("uploads/t/a", content_type="video/mp4")
         await part(store, "uploads/t/a", upload, 1, [b"first"])

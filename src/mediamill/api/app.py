@@ -19,7 +19,17 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mediamill import __version__
-from mediamill.api import dead_letters, health, jobs, media, problems, queues, recipes, storage
+from mediamill.api import (
+    dead_letters,
+    health,
+    jobs,
+    media,
+    problems,
+    queues,
+    recipes,
+    storage,
+    uploads,
+)
 from mediamill.api.services import Services
 from mediamill.failures import BY_NAME, Code, Refused
 from mediamill.observability import Metrics
@@ -203,6 +213,9 @@ _PLAIN: Final[tuple[tuple[str, Endpoint, list[str]], ...]] = (
     ("/storage/{key:path}", storage.put_object, ["PUT"]),
     ("/storage/{key:path}", storage.get_object, ["GET"]),
     ("/storage/{key:path}", storage.preflight, ["OPTIONS"]),
+    ("/v1/uploads", uploads.collection, ["POST", "OPTIONS"]),
+    ("/v1/uploads/", uploads.collection, ["POST", "OPTIONS"]),
+    ("/v1/uploads/{upload_id}", uploads.upload, ["HEAD", "PATCH", "DELETE", "POST", "OPTIONS"]),
     ("/problems/{code}", _problem_page, ["GET"]),
     ("/livez", health.livez, ["GET"]),
     ("/readyz", health.readyz, ["GET"]),

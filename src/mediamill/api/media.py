@@ -281,7 +281,7 @@ async def _accept_form(
     wanted = uploads.Wanted(
         size=size,
         content_type=seen.type if seen and seen.kind in ("image", "video", "audio") else announced,
-        filename=file.filename,
+        filename=_sent_name(file.filename),
         **fields.model_dump(),
     )
     slot = uploads.slot(here.settings, sender.tenant_id, wanted)
@@ -738,6 +738,11 @@ def _form_parts(form: FormData) -> tuple[UploadFile, NewForm]:
             "`metadata` must be JSON.",
             errors=[{"pointer": "/metadata", "detail": "must be a JSON object"}],
         ) from None
+
+
+def _sent_name(name: str | None) -> str | None:
+    """A file name as a form carries it: a quotation mark, and nothing else, is escaped (WHATWG)."""
+    return name and name.replace("%22", '"')
 
 
 def _etags(request: Request) -> set[str]:

@@ -23,6 +23,7 @@ from mediamill.failures import BY_NAME, Code, Problem, Refused
 from mediamill.installation import Installation
 from mediamill.keys import Caller, Keychain
 from mediamill.storage import Storage
+from mediamill.tus import Transfers
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -42,6 +43,10 @@ class Services:
     keychain: Keychain
     forecaster: Forecaster
     shutting_down: asyncio.Event = field(default_factory=asyncio.Event)
+    transfers: Transfers = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.transfers = Transfers(self.settings, self.pool, self.storage)
 
 
 def services(request: Request) -> Services:

@@ -6,7 +6,7 @@ written once and never changed.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -80,6 +80,9 @@ class PartReceiver(Protocol):
     async def commit(self) -> Part:
         """Store it durably; a part of the same number is replaced."""
 
+    async def set_aside(self, key: str) -> None:
+        """Store what came as an object of its own, and not as a part."""
+
     def abort(self) -> None:
         """Give it up; safe at any time."""
 
@@ -117,7 +120,7 @@ class Storage(Protocol):
     async def list(self, prefix: str) -> list[str]:
         """The names of the direct children of `prefix`."""
 
-    def read(self, key: str, version: str) -> AsyncIterator[bytes]:
+    def read(self, key: str, version: str) -> AsyncGenerator[bytes, None]:
         """The bytes of exactly this version, in pieces. Raises as `fetch` does."""
 
     async def receive(self, key: str) -> Receiver:
@@ -126,9 +129,11 @@ class Storage(Protocol):
     async def close(self) -> None:
         """Let connections go."""
 
-    async def sweep(self, *, older_than_seconds: float, now: float) -> int:
-        """Remove what crashed writers and deletions left behind, and parts that nobody completed;
-        returns how much there was. `now` is in Unix seconds."""
+    async def sweep(
+        self, *, older_than_seconds: float, now: float, keep: Collection[str] = ()
+    ) -> int:
+        """Remove what crashed writers and deletions left behind, and objects in parts that nobody
+        completed, but for the named ones; returns how much there was. `now` is in Unix seconds."""
 
     # Objects in parts.
 

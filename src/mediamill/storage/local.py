@@ -16,7 +16,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from io import BufferedReader
@@ -144,7 +144,7 @@ class LocalStorage:
     async def close(self) -> None:
         """Nothing is held open."""
 
-    async def read(self, key: str, version: str) -> AsyncIterator[bytes]:
+    async def read(self, key: str, version: str) -> AsyncGenerator[bytes, None]:
         def opened() -> BufferedReader:
             try:
                 file = open(self.path(key), "rb")  # noqa: SIM115  # closed by the with below
@@ -183,7 +183,7 @@ class LocalStorage:
 
         def begin() -> _LocalPart:
             try:
-                return _LocalPart(folder, number, offset, fence)
+                return _LocalPart(self, folder, number, offset, fence)
             except FileNotFoundError:
                 raise Failure(Code.SOURCE_MISSING) from None
 
@@ -234,8 +234,9 @@ class LocalStorage:
         return await _in_thread(complete)
 
     async def abort_parts(self, key: str, upload: str) -> None:
-        folder = self._parts(upload)
-        await _in_thread(lambda: shutil.rmtree(folder, ignore_errors=True))
+        with suppress(Failure):  # a name that is none of ours has nothing here
+            folder = self._parts(upload)
+            await _in_thread(lambda: shutil.rmtree(folder, ignore_errors=True))
 
     def _parts(self, upload: str) -> Path:
         if not _UPLOAD.fullmatch(upload):
@@ -333,12 +334,15 @@ class LocalStorage:
             _sync(path.parent)
         return stored
 
-    async def sweep(self, *, older_than_seconds: float, now: float) -> int:
+    async def sweep(
+        self, *, older_than_seconds: float, now: float, keep: Collection[str] = ()
+    ) -> int:
         def swept() -> int:
             count = 0
             for entry in os.scandir(self.root / _INCOMING):
                 with suppress(FileNotFoundError):
-                    if now - _last_change(entry) > older_than_seconds:
+                    old = now - _last_change(entry) > older_than_seconds
+                    if old and entry.name not in keep:
                         if entry.is_dir(follow_symlinks=False):
                             shutil.rmtree(entry.path)
                         else:
@@ -389,7 +393,10 @@ class _LocalPart:
     """A part that is written to its place in the one file. What was written and not committed is
     overwritten by whoever comes next."""
 
-    def __init__(self, folder: Path, number: int, offset: int, fence: int) -> None:
+    def __init__(
+        self, storage: LocalStorage, folder: Path, number: int, offset: int, fence: int
+    ) -> None:
+        self._storage = storage
         self._folder = folder
         self._number = number
         self._offset = offset
@@ -422,6 +429,19 @@ class _LocalPart:
 
         await _in_thread(commit)
         return part
+
+    async def set_aside(self, key: str) -> None:
+        def copy() -> None:
+            incoming = self._storage._incoming()
+            try:
+                with open(incoming, "xb") as file:
+                    os.sendfile(file.fileno(), self._file.fileno(), self._offset, self.written)
+                self._storage._settle(incoming, key)
+            finally:
+                incoming.unlink(missing_ok=True)
+                self._file.close()
+
+        await _in_thread(copy)
 
     def _note(self, part: Part) -> None:
         fresh = self._folder / f".{uuid4().hex}"

@@ -12,7 +12,16 @@ import hashlib
 import math
 import re
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -230,7 +239,7 @@ class S3Storage:
                 raise
         return digest.hexdigest()
 
-    async def read(self, key: str, version: str) -> AsyncIterator[bytes]:
+    async def read(self, key: str, version: str) -> AsyncGenerator[bytes, None]:
         checked_key(key)
         etag, _, object_version = version.partition(" ")
         options: GetOptions = {"if_match": etag}
@@ -265,7 +274,7 @@ class S3Storage:
 
         async def part(number: int, offset: int) -> Part:
             async with limit:
-                receiver = _S3Part(self.wire, key, upload, number)
+                receiver = _S3Part(self, key, upload, number)
                 try:
                     with source.open("rb") as file:
                         file.seek(offset)
@@ -415,10 +424,12 @@ class S3Storage:
         await self._refuse_taken(key)
         return _S3Receiver(self, key)
 
-    async def sweep(self, *, older_than_seconds: float, now: float) -> int:
+    async def sweep(
+        self, *, older_than_seconds: float, now: float, keep: Collection[str] = ()
+    ) -> int:
         swept = 0
         async for key, upload, began in self._uploads(""):
-            if now - began > older_than_seconds:
+            if now - began > older_than_seconds and upload not in keep:
                 await self.abort_parts(key, upload)
                 swept += 1
         return swept
@@ -455,7 +466,7 @@ class S3Storage:
     async def open_part(
         self, key: str, upload: str, number: int, *, offset: int, fence: int = 0
     ) -> PartReceiver:
-        return _S3Part(self.wire, checked_key(key), upload, number)
+        return _S3Part(self, checked_key(key), upload, number)
 
     async def list_parts(self, key: str, upload: str) -> Sequence[Part]:
         checked_key(key)
@@ -597,8 +608,8 @@ class S3Storage:
 class _S3Part:
     """A part that is held until its length is known: S3 takes no part of unknown length."""
 
-    def __init__(self, wire: Wire, key: str, upload: str, number: int) -> None:
-        self._wire = wire
+    def __init__(self, storage: S3Storage, key: str, upload: str, number: int) -> None:
+        self._storage = storage
         self._key = key
         self._upload = upload
         self._number = number
@@ -622,7 +633,7 @@ class _S3Part:
 
     async def _send(self) -> Part:
         self._file.seek(0)
-        answer = await self._wire.send_once(
+        answer = await self._storage.wire.send_once(
             "PUT",
             self._key,
             query=_part(self._upload, self._number),
@@ -630,6 +641,12 @@ class _S3Part:
             content=self._chunks(),
         )
         return Part(self._number, self.written, answer.headers["etag"])
+
+    async def set_aside(self, key: str) -> None:
+        self._file.seek(0)
+        data = await asyncio.to_thread(self._file.read)
+        self.abort()
+        await self._storage._put_small(checked_key(key), data)
 
     async def _chunks(self) -> AsyncIterator[bytes]:
         while data := await asyncio.to_thread(self._file.read, _CHUNK):
@@ -664,7 +681,7 @@ class _S3Receiver:
             data = bytes(self._held)
             self._held = bytearray()
         if self._part is None:
-            self._part = _S3Part(self._storage.wire, self._key, self._upload, len(self._parts) + 1)
+            self._part = _S3Part(self._storage, self._key, self._upload, len(self._parts) + 1)
         await self._part.write(data)
         if self._part.written >= _PART_BYTES:
             self._parts.append(await self._part.commit())
