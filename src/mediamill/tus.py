@@ -121,6 +121,8 @@ class Transfers:
         metadata: str | None = None,
         role: str = "whole",
         joins: str | None = None,
+        protocol: str = "tus",
+        part_bytes: int | None = None,
     ) -> Transfer:
         """A new upload; its media awaits it as soon as the size is known.
 
@@ -138,12 +140,12 @@ class Transfers:
                     _SQL.open,
                     tenant_id,
                     minted.id,
-                    "tus",
+                    protocol,
                     role,
                     minted.key,
                     parts,
                     size,
-                    self._part_bytes(size),
+                    part_bytes or self._part_bytes(size),
                     _kept(wanted),
                     metadata,
                     joins,
@@ -249,13 +251,17 @@ class Transfers:
         )
         return self._settings.max_bytes(kind or "video") - transfer.received
 
-    async def finish(self, transfer: Transfer) -> None:
-        """Make the object of an upload whose bytes are all there, and accept it. Safe to repeat."""
+    async def finish(self, transfer: Transfer, parts: Sequence[Part] | None = None) -> None:
+        """Make the object of an upload whose bytes are all there, and accept it. Safe to repeat.
+
+        `parts` are those that the row does not know of.
+        """
         assert transfer.size is not None
         tenant_id, transfer_id = transfer.tenant_id, transfer.id
-        async with db.acquire(self._pool) as connection:
-            rows = await connection.fetch(_SQL.parts, tenant_id, transfer_id)
-        parts = [Part(**dict(row)) for row in rows]
+        if parts is None:
+            async with db.acquire(self._pool) as connection:
+                rows = await connection.fetch(_SQL.parts, tenant_id, transfer_id)
+            parts = [Part(**dict(row)) for row in rows]
         try:
             stored = await self._store.complete_parts(
                 transfer.key, transfer.parts, parts, size=transfer.size

@@ -219,8 +219,11 @@ async def test_other_tenants_ids_answer_404_on_every_route(
                 (body["id"], body["job"]["id"]),
                 (missing["med"], missing["job"]),
             ):
-                path = template.format(media_id=media_id, job_id=job_id, name="w8.webp")
-                body_of_it: Body | None = {} if path.endswith("/process") else None
+                upload_id = media_id.replace("med_", "upl_")
+                path = template.format(
+                    media_id=media_id, job_id=job_id, name="w8.webp", upload_id=upload_id
+                )
+                body_of_it: Body | None = {} if path.endswith(("/process", "/complete")) else None
                 answer = await other.request(method, path, json=body_of_it)
                 problem = check_problem(answer, 404, "not_found")
                 for name in ("instance", "request_id"):
@@ -270,6 +273,7 @@ async def test_every_route_wants_a_key(api: Api) -> None:
                 name="x",
                 queue="image",
                 worker="w",
+                upload_id=ids.encode("upl", ids.new()),
             )
             for given in headers:
                 answer = await stranger.request(method, path, headers=given)
@@ -305,6 +309,12 @@ SCOPES = {
     ("GET", "/v1/media/{media_id}"): "media:read",
     ("DELETE", "/v1/media/{media_id}"): "media:delete",
     ("POST", "/v1/media/{media_id}/complete"): "uploads:write",
+    ("POST", "/v1/uploads/multipart"): "uploads:write",
+    ("GET", "/v1/uploads/{upload_id}/parts"): "uploads:write",
+    ("POST", "/v1/uploads/{upload_id}/parts"): "uploads:write",
+    ("POST", "/v1/uploads/{upload_id}/complete"): "uploads:write",
+    ("POST", "/v1/uploads/{upload_id}/abort"): "uploads:write",
+    ("POST", "/v1/upload-tokens"): "uploads:write",
     ("GET", "/v1/media/{media_id}/timeline"): "media:read",
     ("POST", "/v1/media/{media_id}/process"): "media:write",
     ("GET", "/v1/media/{media_id}/variants/{name}"): "media:read",
@@ -344,6 +354,7 @@ async def test_every_route_wants_its_scope(api: Api) -> None:
                 name="w8.webp",
                 queue="image",
                 worker="w",
+                upload_id=ids.encode("upl", ids.new()),
             )
             answer = await client.request(operation[0], path, json={})
             problem = check_problem(answer, 403, "missing_scope")

@@ -15,13 +15,10 @@ import pytest
 from starlette.types import Message
 from tests import rows
 from tests.api.conftest import Api, check_problem, make_api
-from tests.storage.seaweed import Seaweed, bucket_name
 
 from mediamill import db, ids, tus
 from mediamill.failures import Code, Failure, Refused
 from mediamill.maintenance import Maintenance
-from mediamill.storage import s3
-from mediamill.storage.s3 import Wire, open_s3
 
 pytestmark = pytest.mark.anyio
 
@@ -77,37 +74,6 @@ def media_path(at: str) -> str:
 async def jobs_of(api: Api, at: str) -> int:
     statement = "SELECT count(*) FROM jobs WHERE media_id = $1 AND role = 'main'"
     return int(await api.pool.fetchval(statement, upload_id(at)))
-
-
-@pytest.fixture(params=["local", "s3"])
-async def both(
-    request: pytest.FixtureRequest, api: Api, server_of_both: Seaweed | None
-) -> AsyncIterator[Api]:
-    """The API on each kind of storage."""
-    if request.param == "local":
-        yield api
-        return
-    assert server_of_both is not None
-    settings = rows.settings(
-        api.services.settings.data_dir, **server_of_both.settings(bucket_name())
-    )
-    place = s3.place(settings)
-    wire = Wire(place)
-    await wire.send("PUT", "")
-    await wire.close()
-    store = await open_s3(place, ids.new())
-    api.services.storage = store
-    api.services.transfers = tus.Transfers(api.services.settings, api.pool, store)
-    yield api
-    await store.close()
-
-
-@pytest.fixture
-def server_of_both(request: pytest.FixtureRequest) -> Seaweed | None:
-    callspec = getattr(request.node, "callspec", None)
-    wants = callspec is not None and callspec.params.get("both") == "s3"
-    found: Seaweed | None = request.getfixturevalue("s3_server") if wants else None
-    return found
 
 
 async def test_the_ten_bytes_of_the_problem_case(both: Api) -> None:

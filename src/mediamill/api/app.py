@@ -24,6 +24,7 @@ from mediamill.api import (
     health,
     jobs,
     media,
+    multipart,
     problems,
     queues,
     recipes,
@@ -163,6 +164,35 @@ _ROUTES: Final[tuple[_Route, ...]] = (
         _body(media.Process),
     ),
     _Route("/v1/media/{media_id}/variants/{name}", "GET", media.read_variant, 307),
+    _Route(
+        "/v1/uploads/multipart",
+        "POST",
+        multipart.open_multipart,
+        201,
+        None,
+        _body(media.NewMedia),
+    ),
+    _Route("/v1/uploads/{upload_id}/parts", "GET", multipart.list_parts),
+    _Route(
+        "/v1/uploads/{upload_id}/parts",
+        "POST",
+        multipart.sign_parts,
+        200,
+        None,
+        _body(multipart.PartNumbers),
+    ),
+    _Route(
+        "/v1/uploads/{upload_id}/complete",
+        "POST",
+        multipart.complete_multipart,
+        202,
+        None,
+        _body(multipart.Completed),
+    ),
+    _Route("/v1/uploads/{upload_id}/abort", "POST", multipart.abort_multipart, 204),
+    _Route(
+        "/v1/upload-tokens", "POST", multipart.create_token, 201, None, _body(multipart.NewToken)
+    ),
     _Route("/v1/recipes", "GET", recipes.list_recipes),
     _Route(
         "/v1/recipes/validate",
@@ -216,6 +246,7 @@ _PLAIN: Final[tuple[tuple[str, Endpoint, list[str]], ...]] = (
     ("/v1/uploads", uploads.collection, ["POST", "OPTIONS"]),
     ("/v1/uploads/", uploads.collection, ["POST", "OPTIONS"]),
     ("/v1/uploads/{upload_id}", uploads.upload, ["HEAD", "PATCH", "DELETE", "POST", "OPTIONS"]),
+    ("/uppy/{token}/s3/{rest:path}", multipart.uppy, ["GET", "POST", "DELETE", "OPTIONS"]),
     ("/problems/{code}", _problem_page, ["GET"]),
     ("/livez", health.livez, ["GET"]),
     ("/readyz", health.readyz, ["GET"]),
@@ -249,7 +280,10 @@ def _add(app: FastAPI, route: _Route) -> None:
         responses=dict.fromkeys(_REFUSALS, problem),
         description=route.endpoint.__doc__,
         tags=[route.path.split("/")[2]],
-        openapi_extra={**({"parameters": parameters} if parameters else {}), **route.more},
+        openapi_extra={
+            **route.more,
+            "parameters": [*parameters, *route.more.get("parameters", ())],
+        },
     )
 
 

@@ -22,6 +22,7 @@ from mediamill.estimates import Forecaster
 from mediamill.failures import BY_NAME, Code, Problem, Refused
 from mediamill.installation import Installation
 from mediamill.keys import Caller, Keychain
+from mediamill.multipart import Multiparts
 from mediamill.storage import Storage
 from mediamill.tus import Transfers
 
@@ -44,9 +45,16 @@ class Services:
     forecaster: Forecaster
     shutting_down: asyncio.Event = field(default_factory=asyncio.Event)
     transfers: Transfers = field(init=False)
+    multiparts: Multiparts = field(init=False)
 
     def __post_init__(self) -> None:
-        self.transfers = Transfers(self.settings, self.pool, self.storage)
+        self.use(self.storage)
+
+    def use(self, store: Storage) -> None:
+        """Take uploads to this storage."""
+        self.storage = store
+        self.transfers = Transfers(self.settings, self.pool, store)
+        self.multiparts = Multiparts(self.transfers, self.pool, store)
 
 
 def services(request: Request) -> Services:

@@ -84,8 +84,13 @@ async def _put_part(request: Request, store: LocalStorage, key: str, size: int) 
     """Take in one part of exactly the length that was signed; sent again, it replaces the first."""
     query = request.query_params
     number, offset = _number(query.get("part")), _number(query.get("offset"))
-    part = (query["upload"], number, offset)
-    _verify(request, signing.Grant("PUT", key, _expires(request), size=size, part=part))
+    part: tuple[str | int, ...] = (query["upload"], number, offset)
+    signed_size: int | None = size
+    if "most" in query:  # the length was not known when it was signed
+        part, signed_size = (*part, _number(query["most"])), None
+    _verify(request, signing.Grant("PUT", key, _expires(request), size=signed_size, part=part))
+    if "most" in query and not 0 <= size <= _number(query["most"]):
+        raise Refused(Code.SIGNATURE_INVALID, "More bytes come than were signed for.")
     try:
         receiver = await store.open_part(key, query["upload"], number, offset=offset)
         try:

@@ -196,10 +196,12 @@ class Storage(Protocol):
         number: int,
         *,
         offset: int,
-        size: int,
+        size: int | None,
+        most: int,
         expires_at: datetime,
     ) -> SignedRequest:
-        """A request that stores one part of exactly this length; its answer has the ETag."""
+        """A request that stores one part of exactly this length, or of an unknown one up to `most`
+        where the storage can say so; its answer has the ETag."""
 
 
 _KEY_LENGTH: Final = 1024

@@ -195,9 +195,9 @@ class LocalStorage:
         def listed() -> list[Part]:
             try:
                 names = [name for name in os.listdir(folder) if name.isdigit()]
+                found = [json.loads((folder / name).read_bytes()) for name in names]
             except FileNotFoundError:
                 raise Failure(Code.SOURCE_MISSING) from None
-            found = (json.loads((folder / name).read_bytes()) for name in names)
             return sorted((Part(**part) for part in found), key=lambda part: part.number)
 
         return await _in_thread(listed)
@@ -217,7 +217,7 @@ class LocalStorage:
                     if there > size:  # written and never committed
                         os.truncate(data, size)
                     stored = self._settle(data, key)
-                    shutil.rmtree(folder)
+                    self._discard(folder)
             except FileNotFoundError:
                 found = self._stat(key)
                 if found is None or found.size != size:
@@ -227,7 +227,7 @@ class LocalStorage:
                 # Cut off between the name and the removal: the object is this very file.
                 if not os.path.samefile(data, self.path(key)):
                     raise
-                shutil.rmtree(folder)
+                self._discard(folder)
                 return _stored(os.stat(self.path(key)))
             return stored
 
@@ -236,7 +236,14 @@ class LocalStorage:
     async def abort_parts(self, key: str, upload: str) -> None:
         with suppress(Failure):  # a name that is none of ours has nothing here
             folder = self._parts(upload)
-            await _in_thread(lambda: shutil.rmtree(folder, ignore_errors=True))
+            await _in_thread(lambda: self._discard(folder))
+
+    def _discard(self, folder: Path) -> None:
+        """Remove a folder; whoever looks at it sees all of it, or nothing."""
+        away = self._incoming()
+        with suppress(FileNotFoundError):  # another was first
+            os.rename(folder, away)
+            shutil.rmtree(away)
 
     def _parts(self, upload: str) -> Path:
         if not _UPLOAD.fullmatch(upload):
@@ -277,13 +284,14 @@ class LocalStorage:
         number: int,
         *,
         offset: int,
-        size: int,
+        size: int | None,
+        most: int,
         expires_at: datetime,
     ) -> SignedRequest:
-        grant = signing.Grant(
-            "PUT", key, int(expires_at.timestamp()), size=size, part=(upload, number, offset)
-        )
-        return SignedRequest("PUT", self._address(grant), {"Content-Length": str(size)}, expires_at)
+        part = (upload, number, offset) if size is not None else (upload, number, offset, most)
+        grant = signing.Grant("PUT", key, int(expires_at.timestamp()), size=size, part=part)
+        headers = {} if size is None else {"Content-Length": str(size)}
+        return SignedRequest("PUT", self._address(grant), headers, expires_at)
 
     def _address(self, grant: signing.Grant) -> str:
         return f"{self._base_url}/storage/{signing.sign(self._keyring(), grant)}"

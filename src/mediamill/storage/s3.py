@@ -590,7 +590,8 @@ class S3Storage:
         number: int,
         *,
         offset: int,
-        size: int,
+        size: int | None,
+        most: int,
         expires_at: datetime,
     ) -> SignedRequest:
         return self.wire.sign(
@@ -598,7 +599,7 @@ class S3Storage:
             checked_key(key),
             expires_at=expires_at,
             query=_part(upload, number),
-            headers={"Content-Length": str(size)},
+            headers={} if size is None else {"Content-Length": str(size)},
         )
 
     async def close(self) -> None:
