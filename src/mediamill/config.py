@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from functools import cache
 from importlib import resources
@@ -80,6 +81,7 @@ class Settings(BaseSettings):
     s3_virtual_host: bool = Field()
     s3_access_key_id: str | None = None
     s3_secret_access_key: str | None = None
+    storage_event_secrets: dict[str, str] | None = None
     database_pool_size: int = Field(ge=2, le=200)
     slots: str | None = None
     drain_seconds: float = Field(ge=0)
@@ -142,6 +144,12 @@ class Settings(BaseSettings):
     def _whole_storage(self) -> Settings:
         if self.storage == "s3" and not self.s3_bucket:
             raise ValueError("storage = s3 needs s3_bucket")
+        for name, secret in (self.storage_event_secrets or {}).items():
+            if not re.fullmatch("[a-z0-9-]{1,63}", name) or len(secret) < 16:
+                raise ValueError(
+                    "storage_event_secrets: a name has letters, digits and dashes, a secret at "
+                    "least 16 characters"
+                )
         if (self.s3_access_key_id is None) != (self.s3_secret_access_key is None):
             raise ValueError("s3_access_key_id and s3_secret_access_key go together")
         return self
@@ -166,6 +174,11 @@ class Settings(BaseSettings):
     def base_url(self) -> str:
         """The address that clients use, without a trailing slash."""
         return self.public_url or f"http://{self.host}:{self.port}"
+
+    @property
+    def bucket(self) -> str | None:
+        """The bucket that objects live in; None on a local disk."""
+        return self.s3_bucket if self.storage == "s3" else None
 
     @property
     def objects_dir(self) -> Path:

@@ -29,6 +29,7 @@ from mediamill.api import (
     queues,
     recipes,
     storage,
+    storage_events,
     uploads,
 )
 from mediamill.api.services import Services
@@ -247,6 +248,8 @@ _PLAIN: Final[tuple[tuple[str, Endpoint, list[str]], ...]] = (
     ("/v1/uploads/", uploads.collection, ["POST", "OPTIONS"]),
     ("/v1/uploads/{upload_id}", uploads.upload, ["HEAD", "PATCH", "DELETE", "POST", "OPTIONS"]),
     ("/uppy/{token}/s3/{rest:path}", multipart.uppy, ["GET", "POST", "DELETE", "OPTIONS"]),
+    ("/internal/storage-events/{source}", storage_events.receive, ["POST"]),
+    ("/internal/storage-events/{source}", storage_events.may_send, ["OPTIONS"]),
     ("/problems/{code}", _problem_page, ["GET"]),
     ("/livez", health.livez, ["GET"]),
     ("/readyz", health.readyz, ["GET"]),
