@@ -1,4 +1,4 @@
-"""tus 1.0 on the wire. `MUST` maps each line of the specification to the tests that hold it."""
+"""tus 1.0 on the wire. docs/reference/tus.md says which test holds which line of the protocol."""
 
 from __future__ import annotations
 
