@@ -10,6 +10,7 @@ import re
 import tomllib
 from functools import cache
 from importlib import resources
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -115,6 +116,10 @@ class Settings(BaseSettings):
     ffmpeg: str | None = None
     ffprobe: str | None = None
     sandbox: Literal["strong", "limits"] = Field()
+    egress_allow_http: bool = Field()
+    egress_ports: list[int] = Field()
+    egress_allow_networks: list[str] = Field()
+    egress_deny_networks: list[str] = Field()
     media_ttl_seconds: int | None = Field(default=None, ge=1)
     job_retention_seconds: int = Field(ge=1)
     superseded_set_seconds: int = Field(ge=1)
@@ -130,6 +135,18 @@ class Settings(BaseSettings):
     @classmethod
     def _no_trailing_slash(cls, value: str | None) -> str | None:
         return value.rstrip("/") if value else value
+
+    @field_validator("egress_ports")
+    @classmethod
+    def _ports(cls, value: list[int]) -> list[int]:
+        if not all(1 <= port <= 65535 for port in value):
+            raise ValueError("a port is a number from 1 to 65535")
+        return value
+
+    @field_validator("egress_allow_networks", "egress_deny_networks")
+    @classmethod
+    def _networks(cls, value: list[str]) -> list[str]:
+        return [str(ip_network(text)) for text in value]
 
     @model_validator(mode="after")
     def _lease_order(self) -> Settings:

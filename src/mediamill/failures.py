@@ -209,6 +209,12 @@ class Code(Enum):
         "The address is not one that this service may call.",
         "Use a public https address, or ask the operator to allow the network.",
     )
+    TARGET_UNREACHABLE = Row(
+        _T,
+        502,
+        "The address did not answer as it should.",
+        "The detail says what went wrong. Check that its server is up and open to this service.",
+    )
     CANCELED = Row(_P, 409, "The job was canceled.", "Process the media again, if needed.")
     INTERNAL = Row(
         _T,
