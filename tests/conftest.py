@@ -12,6 +12,7 @@ from pathlib import Path
 
 import asyncpg
 import pytest
+from tests.storage.seaweed import Seaweed, seaweed
 
 from mediamill import db, queue
 from mediamill.embedded import Embedded
@@ -81,3 +82,10 @@ def database_url(server: str, name: str) -> str:
     """The address of another database on the same server."""
     head, mark, query = server.partition("?")
     return f"{head.rpartition('/')[0]}/{name}{mark}{query}"
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seaweed]:
+    """An S3 server of this process, for the tests that need one."""
+    with seaweed(tmp_path_factory.mktemp("seaweed")) as running:
+        yield running

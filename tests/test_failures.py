@@ -48,7 +48,8 @@ def test_names_are_snake_case_and_found_again() -> None:
 
 @pytest.mark.parametrize("code", list(Code), ids=lambda c: c.code)
 def test_a_row_reads_well(code: Code) -> None:
-    assert HTTPStatus(code.status) >= HTTPStatus.BAD_REQUEST
+    if code is not Code.CHUNK_CORRUPTED:  # tus has a status of its own for it
+        assert HTTPStatus(code.status) >= HTTPStatus.BAD_REQUEST
     for text in (code.title, code.advice):
         assert text == text.strip()
         assert text[0].isupper() or text[0] == "`"

@@ -563,11 +563,11 @@ async def test_what_crashed_uploads_left_is_swept_after_a_day(mill: Mill) -> Non
     for receiver in receivers:
         await receiver.write(b"x")
     now = time.time()
-    assert mill.store.sweep_incoming(older_than_seconds=24 * 3600, now=now) == 0
+    assert await mill.store.sweep(older_than_seconds=24 * 3600, now=now) == 0
     assert len(list((mill.store.root / ".incoming").iterdir())) == 2
-    assert mill.store.sweep_incoming(older_than_seconds=24 * 3600, now=now + 25 * 3600) == 2
+    assert await mill.store.sweep(older_than_seconds=24 * 3600, now=now + 25 * 3600) == 2
     for receiver in receivers:
-        receiver.abort()
+        await receiver.abort()
 
 
 async def test_uploaded_bytes_that_no_media_wants_are_swept(mill: Mill) -> None:

@@ -256,6 +256,23 @@ def estimates_report(days: float) -> None:
 
 
 @main.group()
+def storage() -> None:
+    """Where the bytes live."""
+
+
+@storage.command("doctor")
+@click.option("--origin", help="The origin of a page that uploads; default: the public URL.")
+def storage_doctor(origin: str | None) -> None:
+    """Find out what the bucket really enforces, and say what to mend. Exits 1 if something must
+    be."""
+    from mediamill import doctor as checks
+    from mediamill import observability
+
+    observability.configure_logs("doctor", level="error")
+    sys.exit(asyncio.run(checks.run_storage(_settings(), origin)))
+
+
+@main.group()
 def keys() -> None:
     """API keys."""
 

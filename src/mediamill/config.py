@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from functools import cache
 from importlib import resources
@@ -74,6 +75,15 @@ class Settings(BaseSettings):
     host: str = Field()
     port: int = Field(ge=0, le=65535)
     public_url: str | None = None
+    storage: Literal["local", "s3"] = Field()
+    s3_bucket: str | None = None
+    s3_region: str = Field()
+    s3_endpoint: str | None = None
+    s3_public_endpoint: str | None = None
+    s3_virtual_host: bool = Field()
+    s3_access_key_id: str | None = None
+    s3_secret_access_key: str | None = None
+    storage_event_secrets: dict[str, str] | None = None
     database_pool_size: int = Field(ge=2, le=200)
     slots: str | None = None
     drain_seconds: float = Field(ge=0)
@@ -84,6 +94,7 @@ class Settings(BaseSettings):
     max_attempts: int = Field(ge=1, le=100)
     max_crashes: int = Field(ge=1, le=100)
     upload_ttl_seconds: int = Field(ge=10, le=3600 * 24 * 7)
+    resumable_ttl_seconds: int = Field(ge=60, le=3600 * 24 * 7)
     read_url_ttl_seconds: int = Field(ge=10, le=3600 * 24 * 7)
     max_image_bytes: int = Field(ge=1)
     max_video_bytes: int = Field(ge=1)
@@ -130,7 +141,7 @@ class Settings(BaseSettings):
     def _absolute(cls, value: Path | None) -> Path | None:
         return value and value.expanduser().absolute()
 
-    @field_validator("public_url")
+    @field_validator("public_url", "s3_endpoint", "s3_public_endpoint")
     @classmethod
     def _no_trailing_slash(cls, value: str | None) -> str | None:
         return value.rstrip("/") if value else value
@@ -163,6 +174,20 @@ class Settings(BaseSettings):
         parse_slots(self.slots)
         return self
 
+    @model_validator(mode="after")
+    def _whole_storage(self) -> Settings:
+        if self.storage == "s3" and not self.s3_bucket:
+            raise ValueError("storage = s3 needs s3_bucket")
+        for name, secret in (self.storage_event_secrets or {}).items():
+            if not re.fullmatch("[a-z0-9-]{1,63}", name) or len(secret) < 16:
+                raise ValueError(
+                    "storage_event_secrets: a name has letters, digits and dashes, a secret at "
+                    "least 16 characters"
+                )
+        if (self.s3_access_key_id is None) != (self.s3_secret_access_key is None):
+            raise ValueError("s3_access_key_id and s3_secret_access_key go together")
+        return self
+
     @classmethod
     def settings_customise_sources(
         cls,
@@ -183,6 +208,11 @@ class Settings(BaseSettings):
     def base_url(self) -> str:
         """The address that clients use, without a trailing slash."""
         return self.public_url or f"http://{self.host}:{self.port}"
+
+    @property
+    def bucket(self) -> str | None:
+        """The bucket that objects live in; None on a local disk."""
+        return self.s3_bucket if self.storage == "s3" else None
 
     @property
     def objects_dir(self) -> Path:

@@ -24,6 +24,9 @@ NAMES: Final = frozenset(
         "api.accepted",  # committed, not yet answered
         "api.opened",  # the same for a new slot
         "api.put",  # a chunk of an upload was written
+        "tus.part",  # bytes of a resumable upload are durable, the offset is not moved
+        "tus.stored",  # the object of a resumable upload is made, nothing committed
+        "tus.swept",  # an expired upload's bytes removed, row not yet
         "worker.taken",  # tickets taken and jobs claimed, not committed
         "worker.claimed",  # committed, the attempt not begun
         "attempt.fetched",  # the original is in scratch

@@ -178,6 +178,13 @@ class Code(Enum):
         "Storage did not answer in time.",
         "Nothing to do: it is tried again by itself.",
     )
+    STORAGE_AUTH = Row(
+        _T,
+        503,
+        "Storage refused this installation's credentials.",
+        "Nothing is wrong with the file. An operator should look at the keys, the bucket's policy "
+        "and the clock: `mediamill storage doctor` says what is refused.",
+    )
     DATABASE_UNAVAILABLE = Row(
         _T,
         503,
@@ -278,6 +285,36 @@ class Code(Enum):
         _P, 410, "The upload was not completed in time.", "Open a new upload: POST /v1/media."
     )
     GONE = Row(_P, 410, "It was deleted.", "Only its tombstone is kept; upload the file again.")
+    UPLOAD_OFFSET_MISMATCH = Row(
+        _P,
+        409,
+        "The upload does not continue at this offset.",
+        "Ask for its offset (HEAD), then send the bytes from there.",
+    )
+    UPLOAD_TAKEN_OVER = Row(
+        _T,
+        409,
+        "Another request has taken this upload over.",
+        "Ask for its offset (HEAD), then send the bytes from there.",
+    )
+    UPLOAD_IS_FINAL = Row(
+        _P,
+        403,
+        "A final upload is made of others and takes no bytes of its own.",
+        "Send the bytes to partial uploads, then join them.",
+    )
+    CHUNK_CORRUPTED = Row(
+        _T,
+        460,
+        "The bytes of this request do not have the announced checksum.",
+        "Nothing of them was kept. Send them again from the same offset.",
+    )
+    PART_MISMATCH = Row(
+        _P,
+        409,
+        "A part is missing, or is not the one that was stored.",
+        "`errors` names the parts. Send them again, then complete; the upload stays open.",
+    )
     LENGTH_REQUIRED = Row(
         _P, 411, "The upload needs a Content-Length.", "Send the file with its exact length."
     )

@@ -16,6 +16,7 @@ _LENGTH: Final = 26
 _MOST: Final = 2**128
 
 MEDIA: Final = "med"
+UPLOAD: Final = "upl"
 JOB: Final = "job"
 VARIANT: Final = "var"
 EVENT: Final = "evt"

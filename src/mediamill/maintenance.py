@@ -18,13 +18,24 @@ from uuid import UUID
 import asyncpg
 import structlog
 
-from mediamill import controls, db, failpoints, ids, jobs, media, queue, storage, uploads, variants
+from mediamill import (
+    controls,
+    db,
+    failpoints,
+    ids,
+    jobs,
+    media,
+    queue,
+    storage,
+    tus,
+    uploads,
+    variants,
+)
 from mediamill.attempt import settle_failure
 from mediamill.config import QUEUES, Settings
 from mediamill.failures import Code, LeaseLost, Problem
 from mediamill.jobs import Claim
 from mediamill.storage import Storage
-from mediamill.storage.local import LocalStorage
 
 log = structlog.get_logger()
 
@@ -68,6 +79,7 @@ class Maintenance:
         self._pool = pool
         self._store = store
         self._clock = clock
+        self._transfers = tus.Transfers(settings, pool, store)
         self._swept_at: float | None = None
         self._hold_until = 0.0
         self.duties = (
@@ -79,6 +91,8 @@ class Maintenance:
             Duty(6, "sweep_sets", 30.0, self.sweep_sets, stores=True),
             Duty(7, "sweep_staging", 30.0, self.sweep_staging, stores=True),
             Duty(10, "sweep_uploads", 300.0, self.sweep_uploads, stores=True),
+            Duty(21, "finish_uploads", 5.0, self.finish_uploads, stores=True),
+            Duty(22, "sweep_transfers", 30.0, self.sweep_transfers, stores=True),
             Duty(8, "forget", 60.0, self.forget),
             Duty(9, "cancel_orphans", 1.0, self.cancel_orphans),
             Duty(11, "end_stalled", settings.lease_seconds / 2, self.end_stalled),
@@ -194,6 +208,16 @@ class Maintenance:
                 await media.expire(connection, row["tenant_id"], row["id"])
         return len(rows)
 
+    async def finish_uploads(self, _connection: db.Connection) -> int:
+        """Resumable uploads whose bytes are all there, but whose API died before the last step."""
+        return await self._transfers.finish_stranded(most=_BATCH)
+
+    async def sweep_transfers(self, connection: db.Connection) -> int:
+        """Remove what is left of uploads in parts that were not completed in time."""
+        return await tus.sweep(
+            connection, self._store, grace_seconds=_SLOT_GRACE_SECONDS, most=_BATCH
+        )
+
     async def expire_media(self, connection: db.Connection) -> int:
         """Media past their time are deleted as by request."""
         rows = await connection.fetch(_SQL.expired_media, _BATCH)
@@ -207,6 +231,7 @@ class Maintenance:
         """Remove the bytes of deleted media; the row stays until they are gone."""
         rows = await connection.fetch(_SQL.erasable, _BATCH)
         for row in rows:
+            await tus.abort_of_media(connection, self._store, row["tenant_id"], row["media_id"])
             await self._store.delete(uploads.prefix(row["tenant_id"], row["media_id"]))
             await self._store.delete(variants.media_prefix(row["tenant_id"], row["media_id"]))
             failpoints.hit("maintenance.erase")
@@ -242,13 +267,10 @@ class Maintenance:
         for (tenant, name), (_, job_id, fence) in zip(staged, parsed, strict=True):
             if (job_id, fence) not in at_work:
                 swept += await self._store.delete(f"{storage.STAGE}/{tenant}/{name}")
-        if isinstance(self._store, LocalStorage):
-            swept += await asyncio.to_thread(
-                self._store.sweep_incoming,
-                older_than_seconds=_INCOMING_SECONDS,
-                now=time.time(),
-            )
-        return swept
+        wanted = await tus.open_parts(connection)
+        return swept + await self._store.sweep(
+            older_than_seconds=_INCOMING_SECONDS, now=time.time(), keep=wanted
+        )
 
     async def sweep_uploads(
         self, connection: db.Connection, *, older_than_seconds: float = _ORPHAN_UPLOAD_SECONDS

@@ -146,3 +146,9 @@ class Metrics:
             ["method", "outcome"],
             registry=self.registry,
         )
+        self.storage_events = Counter(
+            "media_storage_events_total",
+            "Events of buckets by sender and what came of them.",
+            ["provider", "outcome"],
+            registry=self.registry,
+        )

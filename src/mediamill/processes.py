@@ -35,7 +35,8 @@ from mediamill.keys import Keychain
 from mediamill.lease import Leases, Stop
 from mediamill.maintenance import Maintenance
 from mediamill.mill import Mill
-from mediamill.storage.local import LocalStorage, open_local
+from mediamill.storage import Storage
+from mediamill.storage.choice import open_storage
 from mediamill.webhooks import Courier
 from mediamill.worker import ScratchFolder, Worker, sweep_scratch
 
@@ -110,10 +111,12 @@ async def serve_api(settings: Settings) -> None:
             timeout_keep_alive=15,
         )
         follow = asyncio.create_task(_follow_keys(pool, installed))
+        farewell = asyncio.create_task(_end_writers(services))
         try:
             await _Server(config, services).serve(sockets=[_listen(settings)])
         finally:
             follow.cancel()
+            farewell.cancel()
             await services.follower.close()
             services.egress.close()
 
@@ -200,7 +203,7 @@ async def _serve_worker(settings: Settings, app: str | None) -> None:
 
 
 async def _maintain(
-    settings: Settings, pool: db.Pool, store: LocalStorage, slots: dict[str, int]
+    settings: Settings, pool: db.Pool, store: Storage, slots: dict[str, int]
 ) -> None:
     if slots.get("maintenance", 0) > 0:
         await Maintenance(settings, pool, store).run()
@@ -214,7 +217,7 @@ async def _deliver(settings: Settings, pool: db.Pool, name: str, slots: dict[str
 @asynccontextmanager
 async def _base(
     settings: Settings, service: str
-) -> AsyncIterator[tuple[db.Pool, Installation, LocalStorage]]:
+) -> AsyncIterator[tuple[db.Pool, Installation, Storage]]:
     """What every process opens: the database at a schema that we know, and the storage that fits
     it."""
     dsn = require_database(settings)
@@ -230,19 +233,23 @@ async def _base(
             await db.check_schema(connection)
             installed = await installation.identify(connection)
             may_be_new = not await installation.holds_objects(connection)
-        store = open_local(
-            settings.objects_dir,
-            installed.id,
-            lambda: installed.keyring,
-            settings.base_url,
-            may_be_new=may_be_new,
+        store = await open_storage(
+            settings, installed.id, lambda: installed.keyring, may_be_new=may_be_new
         )
-        yield pool, installed, store
+        try:
+            yield pool, installed, store
+        finally:
+            await store.close()
     finally:
         with suppress(TimeoutError):
             async with asyncio.timeout(5):
                 await pool.close()
         pool.terminate()
+
+
+async def _end_writers(services: Services) -> None:
+    await services.shutting_down.wait()
+    services.transfers.stop()
 
 
 async def _follow_keys(pool: db.Pool, installed: Installation) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from base64 import urlsafe_b64encode
+from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import quote, urlencode
@@ -29,13 +29,15 @@ class Keyring:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What a signature covers. `content_type` and `size` are given for a PUT only."""
+    """What a signature covers. `content_type` and `size` are given for a PUT only, `part` (upload,
+    number, offset, and the most bytes where `size` is open) for a PUT of a part."""
 
     method: str
     key: str
     expires: int
     content_type: str = ""
     size: int | None = None
+    part: tuple[str | int, ...] | None = None
 
     def message(self, version: int) -> bytes:
         parts = (
@@ -46,6 +48,7 @@ class Grant:
             str(self.expires),
             self.content_type,
             "" if self.size is None else str(self.size),
+            *(str(value) for value in self.part or ()),
         )
         return "\n".join(parts).encode()
 
@@ -53,7 +56,9 @@ class Grant:
 def sign(keyring: Keyring, grant: Grant) -> str:
     """The path and query, below the storage root, under which the grant can be used."""
     version = keyring.newest
+    names = ("upload", "part", "offset", "most")
     query = {
+        **dict(zip(names, grant.part or (), strict=False)),
         "expires": grant.expires,
         "key_id": version,
         "signature": _signature(keyring.keys[version], grant.message(version)),
@@ -75,6 +80,29 @@ def verify(keyring: Keyring, grant: Grant, *, key_id: str, signature: str, now: 
         )
     if grant.expires < now:
         raise Refused(Code.SIGNATURE_EXPIRED)
+
+
+def seal(keyring: Keyring, content: str) -> str:
+    """A token that carries `content` for all to read, and for nobody to change."""
+    version = keyring.newest
+    signature = _signature(keyring.keys[version], f"mediamill-token-1\n{content}".encode())
+    return f"{version}.{urlsafe_b64encode(content.encode()).rstrip(b'=').decode()}.{signature}"
+
+
+def unseal(keyring: Keyring, token: str) -> str | None:
+    """What a token carries; None if it was not sealed by us."""
+    version, _, rest = token.partition(".")
+    encoded, _, signature = rest.partition(".")
+    number = int(version) if version.isascii() and version.isdigit() and len(version) < 10 else -1
+    secret = keyring.keys.get(number)
+    if secret is None or not token.isascii():
+        return None
+    try:
+        content = urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4)).decode()
+    except ValueError:
+        return None
+    expected = _signature(secret, f"mediamill-token-1\n{content}".encode())
+    return content if hmac.compare_digest(expected, signature) else None
 
 
 def _signature(secret: bytes, message: bytes) -> str:

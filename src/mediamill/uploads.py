@@ -52,7 +52,27 @@ def prefix(tenant_id: str, media_id: UUID) -> str:
     return f"{storage.UPLOADS}/{tenant_id}/{media_id}"
 
 
-def slot(settings: Settings, tenant_id: str, wanted: Wanted) -> media.Slot:
+@dataclass(frozen=True, slots=True)
+class Minted:
+    """The name of a media to be, and the key of its original."""
+
+    id: UUID
+    key: str
+
+
+def mint(tenant_id: str) -> Minted:
+    media_id = ids.new()
+    return Minted(media_id, f"{prefix(tenant_id, media_id)}/{secrets.token_hex(8)}/original")
+
+
+def slot(
+    settings: Settings,
+    tenant_id: str,
+    wanted: Wanted,
+    minted: Minted | None = None,
+    *,
+    upload_ttl_seconds: float | None = None,
+) -> media.Slot:
     """Check what is announced and mint the media. Raises Refused with the field at fault."""
     filename = clean_name(wanted.filename)
     content_type = content_type_of(wanted.content_type, filename)
@@ -82,18 +102,17 @@ def slot(settings: Settings, tenant_id: str, wanted: Wanted) -> media.Slot:
             'metadata.focal_point must read like "0.5,0.25".',
             errors=[_field("/metadata/focal_point", "must be two fractions such as 0.5,0.25")],
         )
-    media_id = ids.new()
-    nonce = secrets.token_hex(8)
+    minted = minted or mint(tenant_id)
     return media.Slot(
         tenant_id=tenant_id,
-        id=media_id,
+        id=minted.id,
         kind=kind,
         filename=filename,
         content_type=content_type,
         size=wanted.size,
         sha256=wanted.sha256,
-        upload_key=f"{prefix(tenant_id, media_id)}/{nonce}/original",
-        upload_ttl_seconds=settings.upload_ttl_seconds,
+        upload_key=minted.key,
+        upload_ttl_seconds=upload_ttl_seconds or settings.upload_ttl_seconds,
         recipe=recipe.name,
         recipe_version=recipe.version,
         metadata=wanted.metadata or {},
@@ -128,6 +147,7 @@ def sign(store: Storage, opened: media.Slot) -> SignedRequest:
         content_type=opened.content_type,
         size=opened.size,
         expires_at=expires_at,
+        sha256=opened.sha256,
     )
 
 

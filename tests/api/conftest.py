@@ -17,6 +17,7 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.types import Message
 from tests import rows
+from tests.storage.seaweed import Seaweed, bucket_name
 
 from mediamill import db, ids, installation, keys, queue
 from mediamill.api.app import create_app
@@ -27,6 +28,7 @@ from mediamill.events import Follower
 from mediamill.jobs import Birth
 from mediamill.keys import Keychain
 from mediamill.queue import Ticket
+from mediamill.storage import s3
 from mediamill.storage.local import LocalStorage, open_local
 
 Body = dict[str, Any]
@@ -52,6 +54,7 @@ class Api:
 
     @property
     def store(self) -> LocalStorage:
+        assert isinstance(self.services.storage, LocalStorage)
         return self.services.storage
 
     @property
@@ -287,6 +290,36 @@ async def other(api: Api) -> AsyncIterator[httpx.AsyncClient]:
         tenant = await rows.new_tenant(connection)
     async with api.stranger(await api.new_key(tenant)) as client:
         yield client
+
+
+@pytest.fixture(params=["local", "s3"])
+async def both(
+    request: pytest.FixtureRequest, api: Api, server_of_both: Seaweed | None
+) -> AsyncIterator[Api]:
+    """The API on each kind of storage."""
+    if request.param == "local":
+        yield api
+        return
+    assert server_of_both is not None
+    settings = rows.settings(
+        api.services.settings.data_dir, **server_of_both.settings(bucket_name())
+    )
+    place = s3.place(settings)
+    wire = s3.Wire(place)
+    await wire.send("PUT", "")
+    await wire.close()
+    store = await s3.open_s3(place, ids.new())
+    api.services.use(store)
+    yield api
+    await store.close()
+
+
+@pytest.fixture
+def server_of_both(request: pytest.FixtureRequest) -> Seaweed | None:
+    callspec = getattr(request.node, "callspec", None)
+    wants = callspec is not None and callspec.params.get("both") == "s3"
+    found: Seaweed | None = request.getfixturevalue("s3_server") if wants else None
+    return found
 
 
 def check_problem(answer: httpx.Response, status: int, code: str) -> Body:

@@ -205,6 +205,7 @@ async def operations(api: Api) -> list[tuple[str, str]]:
 BODIES: dict[str, Body] = {
     "PATCH": {},
     "process": {},
+    "complete": {},
     "rotate-secret": {},
     "recover": {"since": "2026-01-01T00:00:00Z"},
 }
@@ -238,7 +239,9 @@ async def test_other_tenants_ids_answer_404_on_every_route(
                 (body["id"], body["job"]["id"], endpoint_id, delivery_id),
                 (missing["med"], missing["job"], missing["ep"], missing["del"]),
             ):
+                upload_id = media_id.replace("med_", "upl_")
                 path = template.format(
+                    upload_id=upload_id,
                     media_id=media_id,
                     job_id=job_id,
                     endpoint_id=ep_id,
@@ -301,6 +304,7 @@ async def test_every_route_wants_a_key(api: Api) -> None:
                 delivery_id=ids.encode(ids.DELIVERY, ids.new()),
                 queue="image",
                 worker="w",
+                upload_id=ids.encode("upl", ids.new()),
             )
             for given in headers:
                 answer = await stranger.request(method, path, headers=given)
@@ -336,6 +340,12 @@ SCOPES = {
     ("GET", "/v1/media/{media_id}"): "media:read",
     ("DELETE", "/v1/media/{media_id}"): "media:delete",
     ("POST", "/v1/media/{media_id}/complete"): "uploads:write",
+    ("POST", "/v1/uploads/multipart"): "uploads:write",
+    ("GET", "/v1/uploads/{upload_id}/parts"): "uploads:write",
+    ("POST", "/v1/uploads/{upload_id}/parts"): "uploads:write",
+    ("POST", "/v1/uploads/{upload_id}/complete"): "uploads:write",
+    ("POST", "/v1/uploads/{upload_id}/abort"): "uploads:write",
+    ("POST", "/v1/upload-tokens"): "uploads:write",
     ("GET", "/v1/media/{media_id}/timeline"): "media:read",
     ("POST", "/v1/media/{media_id}/process"): "media:write",
     ("GET", "/v1/media/{media_id}/variants/{name}"): "media:read",
@@ -393,6 +403,7 @@ async def test_every_route_wants_its_scope(api: Api) -> None:
                 delivery_id=ids.encode(ids.DELIVERY, ids.new()),
                 queue="image",
                 worker="w",
+                upload_id=ids.encode("upl", ids.new()),
             )
             answer = await client.request(operation[0], path, json={})
             problem = check_problem(answer, 403, "missing_scope")

@@ -140,8 +140,8 @@ async def test_nothing_can_be_seen_before_the_commit(store: LocalStorage) -> Non
     await receiver.write(b"half")
     assert await store.stat("uploads/t/a") is None
     assert await store.list("uploads") == []
-    receiver.abort()
-    receiver.abort()
+    await receiver.abort()
+    await receiver.abort()
     assert os.listdir(store.root / ".incoming") == []
 
 
@@ -191,7 +191,7 @@ async def test_a_write_that_finds_the_disk_full_says_so(store: LocalStorage) -> 
     with pytest.raises(Failure) as caught:
         await receiver.write(b"x")
     assert caught.value.code is Code.SCRATCH_FULL
-    receiver.abort()
+    await receiver.abort()
 
 
 @pytest.mark.anyio
@@ -238,11 +238,11 @@ async def test_only_what_crashed_writers_and_deletions_left_long_ago_is_swept(
     half_removed.mkdir()
     (half_removed / "object").write_bytes(b"x")
     now = time.time()
-    assert store.sweep_incoming(older_than_seconds=60, now=now) == 0
-    assert store.sweep_incoming(older_than_seconds=60, now=now + 120) == 2
+    assert await store.sweep(older_than_seconds=60, now=now) == 0
+    assert await store.sweep(older_than_seconds=60, now=now + 120) == 2
     assert os.listdir(store.root / ".incoming") == []
     assert await store.stat("media/t/a") is not None
-    left.abort()
+    await left.abort()
 
 
 @pytest.mark.anyio

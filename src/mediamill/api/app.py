@@ -27,11 +27,14 @@ from mediamill.api import (
     inbox,
     jobs,
     media,
+    multipart,
     problems,
     queues,
     recipes,
     storage,
+    storage_events,
     streams,
+    uploads,
     webhooks,
 )
 from mediamill.api.services import Services
@@ -191,6 +194,35 @@ _ROUTES: Final[tuple[_Route, ...]] = (
     _Route(
         "/v1/media/{media_id}/events", "GET", streams.media_events, more=_stream("last_event_id")
     ),
+    _Route(
+        "/v1/uploads/multipart",
+        "POST",
+        multipart.open_multipart,
+        201,
+        None,
+        _body(media.NewMedia),
+    ),
+    _Route("/v1/uploads/{upload_id}/parts", "GET", multipart.list_parts),
+    _Route(
+        "/v1/uploads/{upload_id}/parts",
+        "POST",
+        multipart.sign_parts,
+        200,
+        None,
+        _body(multipart.PartNumbers),
+    ),
+    _Route(
+        "/v1/uploads/{upload_id}/complete",
+        "POST",
+        multipart.complete_multipart,
+        202,
+        None,
+        _body(multipart.Completed),
+    ),
+    _Route("/v1/uploads/{upload_id}/abort", "POST", multipart.abort_multipart, 204),
+    _Route(
+        "/v1/upload-tokens", "POST", multipart.create_token, 201, None, _body(multipart.NewToken)
+    ),
     _Route("/v1/recipes", "GET", recipes.list_recipes),
     _Route(
         "/v1/recipes/validate",
@@ -317,6 +349,12 @@ _PLAIN: Final[tuple[tuple[str, Endpoint, list[str]], ...]] = (
     ("/storage/{key:path}", storage.put_object, ["PUT"]),
     ("/storage/{key:path}", storage.get_object, ["GET"]),
     ("/storage/{key:path}", storage.preflight, ["OPTIONS"]),
+    ("/v1/uploads", uploads.collection, ["POST", "OPTIONS"]),
+    ("/v1/uploads/", uploads.collection, ["POST", "OPTIONS"]),
+    ("/v1/uploads/{upload_id}", uploads.upload, ["HEAD", "PATCH", "DELETE", "POST", "OPTIONS"]),
+    ("/uppy/{token}/s3/{rest:path}", multipart.uppy, ["GET", "POST", "DELETE", "OPTIONS"]),
+    ("/internal/storage-events/{source}", storage_events.receive, ["POST"]),
+    ("/internal/storage-events/{source}", storage_events.may_send, ["OPTIONS"]),
     ("/problems/{code}", _problem_page, ["GET"]),
     ("/livez", health.livez, ["GET"]),
     ("/readyz", health.readyz, ["GET"]),

@@ -288,7 +288,7 @@ async def _accept_form(
     wanted = uploads.Wanted(
         size=size,
         content_type=seen.type if seen and seen.kind in ("image", "video", "audio") else announced,
-        filename=file.filename,
+        filename=_sent_name(file.filename),
         **fields.model_dump(exclude={"callback_url"}),
     )
     callback = await Callback.of(here, fields.callback_url)
@@ -340,7 +340,7 @@ async def _accept_form(
         settled = await _happened(here, sender.tenant_id, slot.id)
         raise
     finally:
-        receiver.abort()
+        await receiver.abort()
         if not settled:
             await here.storage.delete(slot.upload_key)
     return _answered(answer)
@@ -562,7 +562,12 @@ async def read_variant(request: Request) -> Response:
         if original.state == MediaState.FAILED:
             raise Refused(Code.WRONG_STATE, "It failed; there are no variants.")
         raise Refused(Code.NOT_FOUND)
-    signed = here.storage.sign_get(row["key"], expires_at=_url_expiry(here))
+    signed = here.storage.sign_get(
+        row["key"],
+        expires_at=_url_expiry(here),
+        content_type=row["content_type"],
+        filename=row["name"],
+    )
     return Response(status_code=307, headers={"Location": signed.url, "Cache-Control": "no-store"})
 
 
@@ -668,7 +673,12 @@ async def _job(
 
 
 def _variant(here: Services, variant: dict[str, Any], expires_at: datetime) -> dict[str, Any]:
-    signed = here.storage.sign_get(variant["key"], expires_at=expires_at)
+    signed = here.storage.sign_get(
+        variant["key"],
+        expires_at=expires_at,
+        content_type=variant["content_type"],
+        filename=variant["name"],
+    )
     shown = {k: variant[k] for k in Variant.model_fields if k in variant}
     return shown | {"url": signed.url, "url_expires_at": iso_time(expires_at)}
 
@@ -779,6 +789,11 @@ def _form_parts(form: FormData) -> tuple[UploadFile, NewForm]:
             "`metadata` must be JSON.",
             errors=[{"pointer": "/metadata", "detail": "must be a JSON object"}],
         ) from None
+
+
+def _sent_name(name: str | None) -> str | None:
+    """A file name as a form carries it: a quotation mark, and nothing else, is escaped (WHATWG)."""
+    return name and name.replace("%22", '"')
 
 
 def _url_expiry(here: Services) -> datetime:

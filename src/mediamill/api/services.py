@@ -30,7 +30,9 @@ from mediamill.events import Follower, Topic
 from mediamill.failures import BY_NAME, Code, Problem, Refused
 from mediamill.installation import Installation
 from mediamill.keys import Caller, Keychain
-from mediamill.storage.local import LocalStorage
+from mediamill.multipart import Multiparts
+from mediamill.storage import Storage
+from mediamill.tus import Transfers
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -44,7 +46,7 @@ class Services:
 
     settings: Settings
     pool: db.Pool
-    storage: LocalStorage
+    storage: Storage
     installation: Installation
     keychain: Keychain
     forecaster: Forecaster
@@ -52,6 +54,17 @@ class Services:
     follower: Follower
     shutting_down: asyncio.Event = field(default_factory=asyncio.Event)
     waiters: int = 0
+    transfers: Transfers = field(init=False)
+    multiparts: Multiparts = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.use(self.storage)
+
+    def use(self, store: Storage) -> None:
+        """Take uploads to this storage."""
+        self.storage = store
+        self.transfers = Transfers(self.settings, self.pool, store)
+        self.multiparts = Multiparts(self.transfers, self.pool, store)
 
 
 CALLBACK: Final = (

@@ -161,3 +161,6 @@ FROM jobs WHERE state = 'failed' AND dead_letter
 -- Which of these media still want their uploaded bytes.
 SELECT id FROM media
 WHERE tenant_id = $1 AND id = ANY($2::uuid[]) AND deleted_at IS NULL AND state <> 'expired'
+UNION
+SELECT id FROM transfers
+WHERE tenant_id = $1 AND id = ANY($2::uuid[]) AND swept_at IS NULL AND expires_at > now()

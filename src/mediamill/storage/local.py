@@ -8,12 +8,16 @@ Objects on the same filesystem as the scratch folder are linked, not copied.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
+import fcntl
 import hashlib
+import json
 import os
+import re
 import shutil
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from io import BufferedReader
 from pathlib import Path
@@ -22,20 +26,35 @@ from uuid import UUID, uuid4
 
 from mediamill import signing
 from mediamill.failures import Code, Failure
-from mediamill.storage import AlreadyStored, SignedRequest, StorageRefused, Stored
+from mediamill.storage import (
+    AlreadyStored,
+    Part,
+    PartReceiver,
+    SignedRequest,
+    StorageRefused,
+    Stored,
+    checked_key,
+)
 
 T = TypeVar("T")
 
 _MARKER: Final = "mediamill-storage"
 _INCOMING: Final = ".incoming"
 _CHUNK: Final = 1 << 20
-_KEY_LENGTH: Final = 1024
-_PART_LENGTH: Final = 255  # a longer name fits no directory
-_KEY_CHARACTERS: Final = frozenset("abcdefghijklmnopqrstuvwxyz0123456789/_.-")
+_DATA: Final = "data"
+_FENCE: Final = "fence"
+_UPLOAD: Final = re.compile(r"parts-[0-9a-f]{32}")
 
 
 class LocalStorage:
-    """The storage in one folder; its signed addresses are served by our own API."""
+    """The storage in one folder; its signed addresses are served by our own API.
+
+    An object in parts is one file under `.incoming`, in which each part has its place: to complete
+    it copies nothing.
+    """
+
+    least_part_bytes = 0
+    most_parts = 10_000
 
     def __init__(self, root: Path, keyring: Callable[[], signing.Keyring], base_url: str) -> None:
         self.root = root
@@ -122,16 +141,157 @@ class LocalStorage:
 
         return await _in_thread(listed)
 
+    async def close(self) -> None:
+        """Nothing is held open."""
+
+    async def read(self, key: str, version: str) -> AsyncGenerator[bytes, None]:
+        def opened() -> BufferedReader:
+            try:
+                file = open(self.path(key), "rb")  # noqa: SIM115  # closed by the with below
+            except (FileNotFoundError, NotADirectoryError):
+                raise Failure(Code.SOURCE_MISSING) from None
+            if _stored(os.fstat(file.fileno())).version != version:
+                file.close()
+                raise Failure(Code.SOURCE_CHANGED)
+            return file
+
+        with await _in_thread(opened) as file:
+            while data := await _in_thread(lambda: file.read(_CHUNK)):
+                yield data
+
+    # Objects in parts.
+
+    async def begin_parts(self, key: str, *, content_type: str) -> str:
+        self.path(key)
+        upload = f"parts-{uuid4().hex}"
+
+        def begin() -> None:
+            folder = self.root / _INCOMING / upload
+            folder.mkdir()
+            (folder / _FENCE).write_bytes(b"0")
+            (folder / _DATA).touch()
+            _sync(folder)
+            _sync(folder.parent)
+
+        await _in_thread(begin)
+        return upload
+
+    async def open_part(
+        self, key: str, upload: str, number: int, *, offset: int, fence: int = 0
+    ) -> PartReceiver:
+        folder = self._parts(upload)
+
+        def begin() -> _LocalPart:
+            try:
+                return _LocalPart(self, folder, number, offset, fence)
+            except FileNotFoundError:
+                raise Failure(Code.SOURCE_MISSING) from None
+
+        return await _in_thread(begin)
+
+    async def list_parts(self, key: str, upload: str) -> Sequence[Part]:
+        folder = self._parts(upload)
+
+        def listed() -> list[Part]:
+            try:
+                names = [name for name in os.listdir(folder) if name.isdigit()]
+                found = [json.loads((folder / name).read_bytes()) for name in names]
+            except FileNotFoundError:
+                raise Failure(Code.SOURCE_MISSING) from None
+            return sorted((Part(**part) for part in found), key=lambda part: part.number)
+
+        return await _in_thread(listed)
+
+    async def complete_parts(
+        self, key: str, upload: str, parts: Sequence[Part], *, size: int
+    ) -> Stored:
+        folder = self._parts(upload)
+
+        def complete() -> Stored:
+            data = folder / _DATA
+            try:
+                with _locked(folder / _FENCE):
+                    there = os.stat(data).st_size
+                    if there < size:
+                        raise Failure(Code.SOURCE_CHANGED, "The storage does not have these parts.")
+                    if there > size:  # written and never committed
+                        os.truncate(data, size)
+                    stored = self._settle(data, key)
+                    self._discard(folder)
+            except FileNotFoundError:
+                found = self._stat(key)
+                if found is None or found.size != size:
+                    raise Failure(Code.SOURCE_MISSING) from None
+                return found
+            except AlreadyStored:
+                # Cut off between the name and the removal: the object is this very file.
+                if not os.path.samefile(data, self.path(key)):
+                    raise
+                self._discard(folder)
+                return _stored(os.stat(self.path(key)))
+            return stored
+
+        return await _in_thread(complete)
+
+    async def abort_parts(self, key: str, upload: str) -> None:
+        with suppress(Failure):  # a name that is none of ours has nothing here
+            folder = self._parts(upload)
+            await _in_thread(lambda: self._discard(folder))
+
+    def _discard(self, folder: Path) -> None:
+        """Remove a folder; whoever looks at it sees all of it, or nothing."""
+        away = self._incoming()
+        with suppress(FileNotFoundError):  # another was first
+            os.rename(folder, away)
+            shutil.rmtree(away)
+
+    def _parts(self, upload: str) -> Path:
+        if not _UPLOAD.fullmatch(upload):
+            raise Failure(Code.SOURCE_MISSING)
+        return self.root / _INCOMING / upload
+
+    # Requests for others to send.
+
     def sign_put(
-        self, key: str, *, content_type: str, size: int, expires_at: datetime
+        self,
+        key: str,
+        *,
+        content_type: str,
+        size: int,
+        expires_at: datetime,
+        sha256: str | None = None,
     ) -> SignedRequest:
         grant = signing.Grant("PUT", key, int(expires_at.timestamp()), content_type, size)
         headers = {"Content-Type": content_type, "Content-Length": str(size)}
         return SignedRequest("PUT", self._address(grant), headers, expires_at)
 
-    def sign_get(self, key: str, *, expires_at: datetime) -> SignedRequest:
+    def sign_get(
+        self,
+        key: str,
+        *,
+        expires_at: datetime,
+        content_type: str | None = None,
+        filename: str | None = None,
+    ) -> SignedRequest:
+        # What is served takes type and name from the manifest.
         grant = signing.Grant("GET", key, int(expires_at.timestamp()))
         return SignedRequest("GET", self._address(grant), {}, expires_at)
+
+    def sign_part(
+        self,
+        key: str,
+        upload: str,
+        number: int,
+        *,
+        offset: int,
+        size: int | None,
+        most: int,
+        expires_at: datetime,
+    ) -> SignedRequest:
+        part = (upload, number, offset) if size is not None else (upload, number, offset, most)
+        grant = signing.Grant("PUT", key, int(expires_at.timestamp()), size=size, part=part)
+        headers = {} if size is None else {"Content-Length": str(size)}
+        return SignedRequest("PUT", self._address(grant), headers, expires_at)
 
     def _address(self, grant: signing.Grant) -> str:
         return f"{self._base_url}/storage/{signing.sign(self._keyring(), grant)}"
@@ -140,15 +300,7 @@ class LocalStorage:
 
     def path(self, key: str) -> Path:
         """The file of a key. Raises ValueError for a key that we would never mint."""
-        parts = key.split("/")
-        if (
-            not key
-            or len(key) > _KEY_LENGTH
-            or any(p in ("", ".", "..") or len(p) > _PART_LENGTH for p in parts)
-            or not _KEY_CHARACTERS.issuperset(key)
-        ):
-            raise ValueError("not a storage key")
-        return self.root.joinpath(*parts)
+        return self.root.joinpath(*checked_key(key).split("/"))
 
     async def receive(self, key: str) -> Receiver:
         """Begin to take in an object; raises AlreadyStored if its key is taken."""
@@ -190,18 +342,23 @@ class LocalStorage:
             _sync(path.parent)
         return stored
 
-    def sweep_incoming(self, *, older_than_seconds: float, now: float) -> int:
-        """Remove what crashed writers and deletions left behind."""
-        swept = 0
-        for entry in os.scandir(self.root / _INCOMING):
-            with suppress(FileNotFoundError):
-                if now - entry.stat().st_ctime > older_than_seconds:
-                    if entry.is_dir(follow_symlinks=False):
-                        shutil.rmtree(entry.path)
-                    else:
-                        os.unlink(entry.path)
-                    swept += 1
-        return swept
+    async def sweep(
+        self, *, older_than_seconds: float, now: float, keep: Collection[str] = ()
+    ) -> int:
+        def swept() -> int:
+            count = 0
+            for entry in os.scandir(self.root / _INCOMING):
+                with suppress(FileNotFoundError):
+                    old = now - _last_change(entry) > older_than_seconds
+                    if old and entry.name not in keep:
+                        if entry.is_dir(follow_symlinks=False):
+                            shutil.rmtree(entry.path)
+                        else:
+                            os.unlink(entry.path)
+                        count += 1
+            return count
+
+        return await _in_thread(swept)
 
 
 class Receiver:
@@ -235,9 +392,88 @@ class Receiver:
 
         return await _in_thread(commit)
 
-    def abort(self) -> None:
+    async def abort(self) -> None:
         self._file.close()
         self._incoming.unlink(missing_ok=True)
+
+
+class _LocalPart:
+    """A part that is written to its place in the one file. What was written and not committed is
+    overwritten by whoever comes next."""
+
+    def __init__(
+        self, storage: LocalStorage, folder: Path, number: int, offset: int, fence: int
+    ) -> None:
+        self._storage = storage
+        self._folder = folder
+        self._number = number
+        self._offset = offset
+        self._fence = fence
+        self._digest = hashlib.md5(usedforsecurity=False)
+        self._file = open(folder / _DATA, "r+b", buffering=0)  # noqa: SIM115  # owned by this object
+        self.written = 0
+
+    async def write(self, data: bytes) -> None:
+        await _in_thread(lambda: self._write(data))
+
+    def _write(self, data: bytes) -> None:
+        with self._turn():
+            view, at = memoryview(data), self._offset + self.written
+            while view:
+                count = os.pwrite(self._file.fileno(), view, at)
+                view, at = view[count:], at + count
+        self._digest.update(data)
+        self.written += len(data)
+
+    async def commit(self) -> Part:
+        part = Part(self._number, self.written, f'"{self._digest.hexdigest()}"')
+
+        def commit() -> None:
+            with self._turn():
+                os.fsync(self._file.fileno())
+                if not self._fence:  # whoever writes under a fence keeps account by itself
+                    self._note(part)
+            self._file.close()
+
+        await _in_thread(commit)
+        return part
+
+    async def set_aside(self, key: str) -> None:
+        def copy() -> None:
+            incoming = self._storage._incoming()
+            try:
+                with open(incoming, "xb") as file:
+                    os.sendfile(file.fileno(), self._file.fileno(), self._offset, self.written)
+                self._storage._settle(incoming, key)
+            finally:
+                incoming.unlink(missing_ok=True)
+                self._file.close()
+
+        await _in_thread(copy)
+
+    def _note(self, part: Part) -> None:
+        fresh = self._folder / f".{uuid4().hex}"
+        fresh.write_text(json.dumps(dataclasses.asdict(part)))
+        _sync(fresh)
+        os.rename(fresh, self._folder / str(part.number))
+        _sync(self._folder)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Alone in the file, unless a writer with a higher fence has been there."""
+        try:
+            with _locked(self._folder / _FENCE) as fence:
+                seen = int(os.pread(fence, 20, 0))
+                if seen > self._fence:
+                    raise Failure(Code.SOURCE_CHANGED, "Another writer took this upload over.")
+                if seen < self._fence:
+                    os.pwrite(fence, str(self._fence).encode(), 0)
+                yield
+        except FileNotFoundError:
+            raise Failure(Code.SOURCE_MISSING) from None
+
+    def abort(self) -> None:
+        self._file.close()
 
 
 def open_local(
@@ -297,6 +533,24 @@ async def _in_thread(work: Callable[[], T]) -> T:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise Failure(Code.SCRATCH_FULL, "The storage's disk is full.") from error
         raise Failure(Code.STORAGE_UNAVAILABLE) from error
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[int]:
+    fd = os.open(path, os.O_RDWR)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _last_change(entry: os.DirEntry[str]) -> float:
+    """When something came in last; for an object in parts, its latest byte."""
+    if _UPLOAD.fullmatch(entry.name):
+        with suppress(FileNotFoundError):
+            return os.stat(os.path.join(entry.path, _DATA)).st_mtime
+    return entry.stat().st_ctime
 
 
 def _stored(stat: os.stat_result) -> Stored:

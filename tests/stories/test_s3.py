@@ -1,0 +1,170 @@
+"""The same installation on a bucket: what clients see, what the bucket holds, what is left."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from urllib.parse import urlsplit
+
+import httpx2 as httpx
+import pytest
+from tests.storage.seaweed import ACCESS_KEY, SECRET_KEY, Seaweed, bucket_name
+from tests.stories.clips import Clips
+from tests.stories.conftest import Make
+from tests.stories.harness import Body, Platform, until
+
+from mediamill.storage.s3 import Place, Wire
+
+
+class Bucket:
+    """A bucket as its owner sees it."""
+
+    def __init__(self, server: Seaweed) -> None:
+        self.server = server
+        self.name = bucket_name()
+        self._wire = Wire(
+            Place(
+                self.name,
+                "us-east-1",
+                endpoint=server.endpoint,
+                access_key_id=ACCESS_KEY,
+                secret_access_key=SECRET_KEY,
+            )
+        )
+        assert self.ask("PUT", "").status_code == 200
+
+    def ask(
+        self, method: str, key: str, *, content: bytes = b"", query: Mapping[str, str] | None = None
+    ) -> httpx.Response:
+        soon = datetime.now(UTC) + timedelta(minutes=5)
+        signed = self._wire.sign(method, key, expires_at=soon, query=query)
+        return httpx.request(method, signed.url, content=content or None)
+
+    def everything(self) -> list[str]:
+        """Every key, with parts that are not complete."""
+        found = []
+        for question in ("versions", "uploads"):
+            found += re.findall("<Key>(.*?)</Key>", self.ask("GET", "", query={question: ""}).text)
+        return sorted(found)
+
+
+@pytest.fixture
+def bucket(s3_server: Seaweed) -> Bucket:
+    return Bucket(s3_server)
+
+
+@pytest.fixture
+def platform(make_platform: Make, bucket: Bucket) -> Platform:
+    """An installation whose clients reach the bucket under another name than its processes."""
+    public = f"http://localhost:{bucket.server.port}"
+    return make_platform(**bucket.server.settings(bucket.name, s3_public_endpoint=public))
+
+
+def send(slot: Body, data: bytes, **changes: str | None) -> httpx.Response:
+    """The request of a slot, with some of its headers changed or left out."""
+    headers = {k: v for k, v in {**slot["upload"]["headers"], **changes}.items() if v is not None}
+    return httpx.put(slot["upload"]["url"], headers=headers, content=data)
+
+
+def test_a_photograph_goes_through_a_bucket_and_leaves_nothing_there(
+    platform: Platform, bucket: Bucket, clips: Clips
+) -> None:
+    platform.start_api()
+    platform.start_worker("image=1,maintenance=1")
+    digest = hashlib.sha256(clips.photo).hexdigest()
+    slot = platform.open_slot(len(clips.photo), "photo.jpg", sha256=digest)
+    assert urlsplit(slot["upload"]["url"]).netloc == f"localhost:{bucket.server.port}"
+    assert slot["upload"]["headers"]["If-None-Match"] == "*"
+
+    # The bucket takes exactly what was signed, once.
+    assert send(slot, clips.photo, **{"Content-Type": "text/html"}).status_code == 403
+    assert send(slot, clips.photo, **{"Content-Type": None}).status_code == 403
+    assert send(slot, clips.photo, **{"If-None-Match": None}).status_code == 403
+    for data in (clips.photo[:-1], clips.photo + b"x"):
+        assert send(slot, data, **{"Content-Length": str(len(data))}).status_code == 403
+    other = bytes(reversed(clips.photo))
+    assert send(slot, other).status_code == 400, "the checksum was signed"
+    assert platform.complete(slot["id"]).json()["code"] == "source_missing"
+    assert bucket.everything() == ["mediamill-storage"]
+    assert send(slot, clips.photo).status_code == 200
+    assert send(slot, clips.photo).status_code == 412
+    (_, upload) = bucket.everything()
+    assert upload.startswith("uploads/default/")
+
+    # Nobody reads it without a signature.
+    for host in ("localhost", "127.0.0.1"):
+        address = f"http://{host}:{bucket.server.port}/{bucket.name}"
+        assert httpx.get(f"{address}/{upload}").status_code == 403
+        assert httpx.get(address).status_code == 403
+
+    assert platform.complete(slot["id"]).status_code == 202
+    body = platform.wait_for_state(slot["id"], "ready")
+    assert body["sha256"] == digest
+    assert len(body["variants"]) >= 3
+    for variant in body["variants"]:
+        assert urlsplit(variant["url"]).netloc == f"localhost:{bucket.server.port}"
+        answer = httpx.get(variant["url"])
+        assert answer.status_code == 200
+        assert answer.headers["content-type"] == variant["content_type"]
+        assert f'filename="{variant["name"]}"' in answer.headers["content-disposition"]
+        assert hashlib.sha256(answer.content).hexdigest() == variant["sha256"]
+        ranged = httpx.get(variant["url"], headers={"Range": "bytes=0-3"})
+        assert (ranged.status_code, ranged.content) == (206, answer.content[:4])
+        assert httpx.get(variant["url"].partition("?")[0]).status_code == 403
+    assert not platform.files("", slot["id"]), "bytes are on the local disk"
+    areas = {key.partition("/")[0] for key in bucket.everything()}
+    assert areas == {"mediamill-storage", "uploads", "media"}
+    platform.assert_path_is_legal(slot["id"])
+
+    # After a deletion the bucket holds no byte of it.
+    assert platform.http.delete(f"/v1/media/{slot['id']}").status_code == 202
+    until(lambda: bucket.everything() == ["mediamill-storage"], seconds=15, why="bytes are left")
+
+
+def test_a_form_ends_in_the_bucket(platform: Platform, bucket: Bucket, clips: Clips) -> None:
+    platform.start_api()
+    platform.start_worker("image=1,maintenance=1")
+    answer = platform.post_form(clips.photo, "photo.jpg")
+    assert answer.status_code == 202, answer.text
+    body = platform.wait_for_state(answer.json()["id"], "ready")
+    assert body["sha256"] == hashlib.sha256(clips.photo).hexdigest()
+
+
+def test_an_original_that_is_replaced_after_its_acceptance_is_refused(
+    platform: Platform, bucket: Bucket, clips: Clips
+) -> None:
+    platform.start_api()
+    slot = platform.open_slot(len(clips.photo), "photo.jpg")
+    assert send(slot, clips.photo).status_code == 200
+    assert platform.complete(slot["id"]).status_code == 202
+    gone = platform.open_slot(len(clips.photo), "gone.jpg")
+    assert send(gone, clips.photo).status_code == 200
+    assert platform.complete(gone["id"]).status_code == 202
+    keys = {key.split("/")[2]: key for key in bucket.everything() if "/" in key}
+    replaced = bytes(reversed(clips.photo))
+    rows = {m: str(platform.media_row(m)["id"]) for m in (slot["id"], gone["id"])}
+    assert bucket.ask("PUT", keys[rows[slot["id"]]], content=replaced).status_code == 200
+    assert bucket.ask("DELETE", keys[rows[gone["id"]]]).status_code == 204
+    platform.start_worker("image=1,maintenance=1")
+    for media_id, code in ((slot["id"], "source_changed"), (gone["id"], "source_missing")):
+        body = platform.wait_for_state(media_id, "failed")
+        assert body["error"]["code"] == code
+        assert platform.main_job(media_id)["attempt"] == 1
+
+
+def test_a_bucket_that_cannot_be_used_stops_the_start_with_a_sentence(
+    make_platform: Make, s3_server: Seaweed, bucket: Bucket
+) -> None:
+    for changes, said in (
+        ({"s3_bucket": "no-such-bucket"}, "There is no such bucket"),
+        ({"s3_secret_access_key": "wrong"}, "The secret key is wrong"),
+        ({"s3_access_key_id": "wrong"}, "The access key is not known there"),
+        ({"s3_endpoint": "http://127.0.0.1:9"}, "storage_unavailable"),
+    ):
+        platform = make_platform(**{**s3_server.settings(bucket.name), **changes})
+        platform.errors_expected = True
+        api = platform._start("api", {"port": 0})
+        assert api.popen.wait(30) == 1
+        assert said in api.log.read_text()
