@@ -103,6 +103,9 @@ class Settings(BaseSettings):
     time_limit_factor: float = Field(gt=0)
     ffmpeg: str | None = None
     ffprobe: str | None = None
+    packager: str | None = None
+    piece_threshold_seconds: float = Field(gt=0)
+    piece_seconds: float = Field(ge=2)
     sandbox: Literal["strong", "limits"] = Field()
     media_ttl_seconds: int | None = Field(default=None, ge=1)
     job_retention_seconds: int = Field(ge=1)

@@ -14,20 +14,22 @@ WITH wanted AS (
 ), born AS (
     INSERT INTO jobs (tenant_id, id, state, kind, queue, role, schema_version, payload, priority,
                       run_at, max_attempts, timeout_seconds, dedup_key, parent_id, child_key, weight,
-                      turn)
-    SELECT $1, id, 'queued', kind, queue, 'job', schema_version, payload, priority,
-           now() + delay, max_attempts, timeout_seconds, dedup_key, $14::uuid, child_key, weight,
-           mediamill_turn(queue, priority, $1)
-               + row_number() OVER (PARTITION BY queue, priority ORDER BY position) - 1
-    FROM wanted
+                      turn, media_id, recipe, recipe_version, generation)
+    SELECT $1, w.id, 'queued', w.kind, w.queue, 'job', w.schema_version, w.payload, w.priority,
+           now() + w.delay, w.max_attempts, w.timeout_seconds, w.dedup_key, $14::uuid, w.child_key,
+           w.weight,
+           mediamill_turn(w.queue, w.priority, $1)
+               + row_number() OVER (PARTITION BY w.queue, w.priority ORDER BY w.position) - 1,
+           p.media_id, p.recipe, p.recipe_version, p.generation
+    FROM wanted AS w LEFT JOIN jobs AS p ON p.tenant_id = $1 AND p.id = $14
     ON CONFLICT DO NOTHING
-    RETURNING tenant_id, id, queue, priority, turn, run_at
+    RETURNING tenant_id, id, queue, priority, turn, run_at, media_id
 ), logged AS (
-    INSERT INTO transitions (tenant_id, subject, job_id, to_state)
-    SELECT tenant_id, 'job', id, 'queued' FROM born
+    INSERT INTO transitions (tenant_id, subject, media_id, job_id, to_state)
+    SELECT tenant_id, 'job', media_id, id, 'queued' FROM born
 ), announced AS (
-    INSERT INTO events (tenant_id, type, job_id, data)
-    SELECT tenant_id, 'job.queued', id, jsonb_build_object('state', 'queued') FROM born
+    INSERT INTO events (tenant_id, type, media_id, job_id, data)
+    SELECT tenant_id, 'job.queued', media_id, id, jsonb_build_object('state', 'queued') FROM born
 )
 SELECT id, queue, priority, turn FROM born
 
@@ -491,10 +493,11 @@ SELECT CASE WHEN NOT superseded THEN parent_id END AS parent_id FROM ended
 
 -- name: cancel_of_media
 -- The live jobs of a media, for the caller to cancel one by one. Locked together and before the media:
--- a worker locks its job first and then the media, and the other way round would be a deadlock.
-SELECT id FROM jobs
+-- a worker locks its job first and then the media, and the other way round would be a deadlock. For the
+-- same reason children come before their parents.
+SELECT id, parent_id FROM jobs
 WHERE tenant_id = $1 AND media_id = $2 AND state IN ('queued', 'processing')
-ORDER BY id
+ORDER BY parent_id NULLS LAST, id
 FOR UPDATE
 
 -- name: replay

@@ -1,0 +1,90 @@
+"""The first look at a video or sound: what it is, how long it really is, whether its end is
+there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from mediamill import probe
+from mediamill.failures import Code, Failure
+from mediamill.handlers import Reroute, Work, running, stills
+from mediamill.media import Description
+from mediamill.probe import MediaInfo
+from mediamill.tools import Command
+
+_SAMPLED_FRAMES = 60
+
+
+async def look(work: Work) -> MediaInfo | Reroute:
+    """Fetch and probe the original; the main job also scans it and shows what was found.
+
+    Raises Failure.
+    """
+    await work.enter("download")
+    path = await work.fetch()
+    seen = stills.look(path)
+    if seen is not None and seen.kind == "image":
+        return Reroute("image", "image")
+    if seen is not None and seen.kind == "playlist":
+        raise Failure(Code.UNSAFE_CONTENT, "The file is a playlist that points to other files.")
+    if seen is not None and seen.kind == "document":
+        raise Failure(Code.UNSUPPORTED_FORMAT, f"The file is {seen.type}.")
+    await work.enter("probe")
+    info = await run_probe(work, path)
+    if work.claim.role == "preview":
+        return info
+    info = await _look_at_fields(work, path, info)
+    if work.claim.role != "main":
+        return info
+    duration = await _scan(work, path, info)
+    probe.check_duration(duration, work.settings)
+    info = replace(info, duration_seconds=duration)
+    await describe(work, info, seen.type if seen else None)
+    return info
+
+
+async def describe(work: Work, info: MediaInfo, sniffed: str | None, **more: object) -> None:
+    """Show what is known, and `more` under `info`."""
+    await work.describe(
+        Description(
+            kind=info.kind,
+            detected_type=probe.detected_type(info, sniffed),
+            width=info.video.width if info.video else None,
+            height=info.video.height if info.video else None,
+            duration_seconds=info.duration_seconds,
+            info=info.as_dict() | more,
+        )
+    )
+
+
+async def run_probe(work: Work, path: Path) -> MediaInfo:
+    """Ask ffprobe. Raises Failure."""
+    command = Command("ffprobe", probe.ffprobe_args(), path, "probe")
+    finished = await running.run(work, command, running.jail(work, wall_seconds=60))
+    return probe.parse(finished.stdout, work.settings)
+
+
+async def _look_at_fields(work: Work, path: Path, info: MediaInfo) -> MediaInfo:
+    """Whether frames are combed though the file does not say so."""
+    video = info.video
+    if video is None or not probe.may_be_interlaced(video):
+        return info
+    at = (info.duration_seconds or 0.0) * 0.2
+    args = probe.sample_fields_args(video, at=at, frames=_SAMPLED_FRAMES)
+    command = Command("ffmpeg", args, path, "fields")
+    finished = await work.run_tool(command, running.jail(work, wall_seconds=60))
+    if finished.returncode != 0 or not probe.looks_interlaced(finished.stderr_tail):
+        return info
+    return replace(info, video=replace(video, interlaced=True, interlaced_by="sampled"))
+
+
+async def _scan(work: Work, path: Path, info: MediaInfo) -> float | None:
+    scan = probe.Scan()
+    confined = running.jail(work, wall_seconds=60 + work.original.size / 5_000_000)
+    args = probe.scan_args(info, limit_seconds=work.settings.max_duration_seconds + 1)
+    command = Command("ffmpeg", args, path, "scan")
+    finished = await work.run_tool(command, confined, on_line=scan.line)
+    if finished.stopped_for is not None:
+        raise running.failure(finished, command, confined)
+    return probe.check_scan(info, scan, finished.stderr_head + finished.stderr_tail)
