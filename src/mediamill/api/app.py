@@ -19,7 +19,17 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mediamill import __version__
-from mediamill.api import dead_letters, health, jobs, media, problems, queues, recipes, storage
+from mediamill.api import (
+    dead_letters,
+    health,
+    jobs,
+    media,
+    play,
+    problems,
+    queues,
+    recipes,
+    storage,
+)
 from mediamill.api.services import Services
 from mediamill.failures import BY_NAME, Code, Refused
 from mediamill.observability import Metrics
@@ -152,7 +162,7 @@ _ROUTES: Final[tuple[_Route, ...]] = (
         media.MediaBody,
         _body(media.Process),
     ),
-    _Route("/v1/media/{media_id}/variants/{name}", "GET", media.read_variant, 307),
+    _Route("/v1/media/{media_id}/variants/{name:path}", "GET", media.read_variant, 307),
     _Route("/v1/recipes", "GET", recipes.list_recipes),
     _Route(
         "/v1/recipes/validate",
@@ -203,6 +213,8 @@ _PLAIN: Final[tuple[tuple[str, Endpoint, list[str]], ...]] = (
     ("/storage/{key:path}", storage.put_object, ["PUT"]),
     ("/storage/{key:path}", storage.get_object, ["GET"]),
     ("/storage/{key:path}", storage.preflight, ["OPTIONS"]),
+    ("/play/{token}/{key:path}", play.get, ["GET"]),
+    ("/play/{token}/{key:path}", play.preflight, ["OPTIONS"]),
     ("/problems/{code}", _problem_page, ["GET"]),
     ("/livez", health.livez, ["GET"]),
     ("/readyz", health.readyz, ["GET"]),
@@ -224,11 +236,11 @@ def _add(app: FastAPI, route: _Route) -> None:
     app.router.routes.insert(0, Route(route.path, route.endpoint, methods=[route.method]))
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-        for name in re.findall(r"{(\w+)}", route.path)
+        for name in re.findall(r"{(\w+)", route.path)
     ]
     problem = {"description": "A problem document (RFC 9457)."}
     app.add_api_route(
-        route.path,
+        route.path.replace(":path}", "}"),
         route.endpoint,
         methods=[route.method],
         status_code=route.status,

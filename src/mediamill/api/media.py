@@ -38,6 +38,7 @@ from mediamill import (
     uploads,
     variants,
 )
+from mediamill.api import play
 from mediamill.api.services import (
     Page,
     Services,
@@ -519,8 +520,8 @@ async def read_variant(request: Request) -> Response:
         if original.state == MediaState.FAILED:
             raise Refused(Code.WRONG_STATE, "It failed; there are no variants.")
         raise Refused(Code.NOT_FOUND)
-    signed = here.storage.sign_get(row["key"], expires_at=_url_expiry(here))
-    return Response(status_code=307, headers={"Location": signed.url, "Cache-Control": "no-store"})
+    url = _read_address(here, row["key"], row["content_type"], _url_expiry(here))
+    return Response(status_code=307, headers={"Location": url, "Cache-Control": "no-store"})
 
 
 async def _shown(
@@ -617,9 +618,17 @@ async def _job(
 
 
 def _variant(here: Services, variant: dict[str, Any], expires_at: datetime) -> dict[str, Any]:
-    signed = here.storage.sign_get(variant["key"], expires_at=expires_at)
+    url = _read_address(here, variant["key"], variant["content_type"], expires_at)
     shown = {k: variant[k] for k in Variant.model_fields if k in variant}
-    return shown | {"url": signed.url, "url_expires_at": iso_time(expires_at)}
+    return shown | {"url": url, "url_expires_at": iso_time(expires_at)}
+
+
+def _read_address(here: Services, key: str, content_type: str, expires_at: datetime) -> str:
+    """A playlist must be read where the relative addresses in it hold; a file comes from
+    storage."""
+    if content_type in play.PLAYLISTS:
+        return play.address(here, key, expires_at)
+    return here.storage.sign_get(key, expires_at=expires_at).url
 
 
 def _listed(row: db.Row) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class Heard:
 
     name: str
     label: str
-    language: str
+    language: str | None
     path: Path
     default: bool
 
@@ -71,17 +71,16 @@ def segment_frames(wanted: HlsOutput, on: Grid) -> int:
     return on.group * max(1, round(wish / on.group))
 
 
-def renditions(sounds: Sequence[AudioStream]) -> list[tuple[str, str, str, AudioStream]]:
+def renditions(sounds: Sequence[AudioStream]) -> list[tuple[str, str, str | None, AudioStream]]:
     """Name, label and language of each sound track, all distinct."""
-    found: list[tuple[str, str, str, AudioStream]] = []
+    found: list[tuple[str, str, str | None, AudioStream]] = []
     for sound in sounds[:_MOST_SOUNDS]:
-        language = sound.language or "und"
-        stem = name = f"audio-{language}"
+        stem = name = f"audio-{sound.language or 'und'}"
         label = base = sound.title or (sound.language or "Audio")
         number = 2
         while any(name == f[0] or label == f[1] for f in found):
             name, label, number = f"{stem}-{number}", f"{base} {number}", number + 1
-        found.append((name, re.sub(r"[^\w .()-]", " ", label), language, sound))
+        found.append((name, re.sub(r"[^\w .()-]", " ", label), sound.language, sound))
     return found
 
 
@@ -108,24 +107,22 @@ async def package(
         streams.append(
             f"in={rendition.path.name},stream=audio,output={folder}/{rendition.name}.mp4,"
             f"playlist_name={rendition.name}.m3u8,hls_group_id=audio,hls_name={rendition.label},"
-            f"dash_label={rendition.label},language={rendition.language}"
+            f"dash_label={rendition.label}{_language(rendition.language)}"
         )
     for text in texts:
-        language = text.stream.language or "und"
-        label = re.sub(r"[^\w .()-]", " ", text.stream.title or language)
+        label = re.sub(r"[^\w .()-]", " ", text.stream.title or text.stream.language or "Subtitles")
         streams.append(
             f"in={text.path.name},stream=text,output={folder}/{text.path.name},"
-            f"playlist_name={text.path.stem}.m3u8,hls_group_id=subtitles,hls_name={label},"
-            f"language={language}"
+            f"playlist_name={text.path.stem}.m3u8,hls_group_id=subtitles,hls_name={label}"
+            f"{_language(text.stream.language)}"
         )
-    default = next((r.language for r in heard if r.default), "und")
     length = on.seconds(segment_frames(wanted, on))
     args = (
         *streams,
         *("--segment_duration", f"{length:.9f}", "--fragment_duration", f"{length:.9f}"),
         *("--hls_master_playlist_output", f"{folder}/{MASTER}", "--hls_playlist_type", "VOD"),
-        *("--mpd_output", f"{folder}/{MANIFEST}", "--default_language", default),
-        *("--temp_dir", ".", "--quiet"),
+        *("--mpd_output", f"{folder}/{MANIFEST}", "--temp_dir", "."),
+        "--quiet",
     )
     files = [work.out / t.file for t in tracks] + [r.path for r in heard]
     size = sum(file.stat().st_size for file in files)
@@ -147,8 +144,38 @@ async def package(
         file.write_text("\n".join(x for x in lines if x and not x.startswith("## ")) + "\n")
     manifest = target / MANIFEST
     manifest.write_text(re.sub(r"<!--.*?-->\n?", "", manifest.read_text(), flags=re.DOTALL))
-    if heard and wanted.audio_only:
-        _add_audio_only(target / MASTER, next((r for r in heard if r.default), heard[0]), target)
+    if heard:
+        first = next((r for r in heard if r.default), heard[0])
+        _make_default(target / MASTER, first)
+        if wanted.audio_only:
+            _add_audio_only(target / MASTER, first, target)
+
+
+# What the packager takes of ISO 639-1; codes of three letters it takes all.
+_TWO_LETTERS: Final = frozenset(
+    "aa ab ae af ak am an ar as av ay az ba be bg bi bm bn bo br bs ca ce ch co cr cs cu cv"
+    " cy da de dv dz ee el en eo es et eu fa ff fi fj fo fr fy ga gd gl gn gu gv ha he hi ho"
+    " hr ht hu hy hz ia id ie ig ii ik io is it iu ja jv ka kg ki kj kk kl km kn ko kr ks ku"
+    " kv kw ky la lb lg li ln lo lt lu lv mg mh mi mk ml mn mr ms mt my na nb nd ne ng nl nn"
+    " no nr nv ny oc oj om or os pa pi pl ps pt qu rm rn ro ru rw sa sc sd se sg si sk sl sm"
+    " sn so sq sr ss st su sv sw ta te tg th ti tk tl tn to tr ts tt tw ty ug uk ur uz ve vi"
+    " vo wa wo xh yi yo za zh zu".split()
+)
+
+
+def _language(tag: str | None) -> str:
+    """A language that the packager takes, as a part of a stream's description."""
+    main = (tag or "").partition("-")[0]
+    known = len(main) == 3 or main in _TWO_LETTERS
+    return f",language={tag}" if known else ""
+
+
+def _make_default(master: Path, rendition: Heard) -> None:
+    lines = master.read_text().splitlines()
+    for number, line in enumerate(lines):
+        if line.startswith("#EXT-X-MEDIA:") and f'URI="{rendition.name}.m3u8"' in line:
+            lines[number] = line.replace("DEFAULT=NO", "DEFAULT=YES")
+    master.write_text("\n".join(lines) + "\n")
 
 
 def _add_audio_only(master: Path, rendition: Heard, folder: Path) -> None:

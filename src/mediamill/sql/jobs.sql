@@ -45,7 +45,8 @@ WHERE tenant_id = $1 AND kind = $2 AND dedup_key = $3 AND state IN ('queued', 'p
 WITH claimed AS (
     UPDATE jobs AS j
     SET state = 'processing', attempt = j.attempt + 1, fence = j.fence + 1, worker = $3,
-        lease_until = now() + $4::interval, stage = NULL, progress = 0, error = NULL,
+        lease_until = now() + $4::interval, stage = NULL, progress = coalesce(j.progress, 0),
+        error = NULL,
         started_at = now(), version = j.version + 1
     FROM unnest($1::text[], $2::uuid[], $5::text[]) AS ticket (tenant_id, id, queue)
     WHERE j.tenant_id = ticket.tenant_id AND j.id = ticket.id AND j.queue = ticket.queue
@@ -346,7 +347,14 @@ SELECT 1 FROM waiting
 
 -- name: child_ended
 -- A child reached its end: counted down under the parent's row lock.
-UPDATE jobs SET pending_children = pending_children - 1, version = version + 1
+-- Of a media it shows how far that is; there they are few enough to be counted.
+UPDATE jobs
+SET pending_children = pending_children - 1, version = version + 1,
+    progress = CASE WHEN media_id IS NULL THEN progress ELSE
+        greatest(coalesce(progress, 0), 5 + 80 * (1 - (pending_children - 1)::real / (
+            SELECT greatest(count(*), 1) FROM jobs AS c
+            WHERE c.tenant_id = $1 AND c.parent_id = $2 AND NOT c.superseded)))
+    END
 WHERE tenant_id = $1 AND id = $2 AND state = 'processing' AND pending_children > 0
 RETURNING pending_children, fence
 
