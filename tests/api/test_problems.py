@@ -307,7 +307,7 @@ SCOPES = {
     ("POST", "/v1/media/{media_id}/complete"): "uploads:write",
     ("GET", "/v1/media/{media_id}/timeline"): "media:read",
     ("POST", "/v1/media/{media_id}/process"): "media:write",
-    ("GET", "/v1/media/{media_id}/variants/{name:path}"): "media:read",
+    ("GET", "/v1/media/{media_id}/variants/{name}"): "media:read",
     ("GET", "/v1/recipes"): "media:read",
     ("POST", "/v1/recipes/validate"): "media:read",
     ("GET", "/v1/recipes/{name}"): "media:read",
