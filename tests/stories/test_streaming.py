@@ -10,12 +10,13 @@ from typing import Any
 from urllib.parse import urljoin
 
 import httpx2 as httpx
-import imageio_ffmpeg
 import m3u8
 import pytest
 from tests.stories.clips import Clips
 from tests.stories.conftest import Make
 from tests.stories.harness import Body, Platform, Process, media_uuid, until
+
+from mediamill import tools
 
 LADDER = [
     {"short_side": 180, "max_video_kbps": 400},
@@ -40,11 +41,17 @@ def film(make_platform: Make, tmp_path: Path) -> Platform:
     return make_platform(recipes_dir=recipes, piece_seconds=2)
 
 
-def _decoded(url: str, *options: str) -> tuple[int, float]:
+def _decoded(url: str) -> tuple[int, float]:
     """Frames and seconds that a player gets from an address, read as any player would."""
+    player = tools.resolve().ffmpeg
+    if ".m3u8" in url:
+        # The release that encodes plays the first only of several byte ranges of one file over
+        # HTTP; the older one that comes beside ffprobe plays all.
+        beside = tools.resolve().ffprobe
+        player = beside.with_name(beside.name.replace("ffprobe", "ffmpeg"))
     done = subprocess.run(
         [
-            *(imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-nostdin", "-xerror", *options),
+            *(player, "-v", "error", "-nostdin", "-xerror"),
             *("-i", url, "-map", "0:v:0", "-progress", "pipe:1", "-f", "null", "-"),
         ],
         capture_output=True,
@@ -157,6 +164,7 @@ def test_a_long_film_is_shared_and_a_killed_worker_costs_a_piece(
     assert kept == [], "the pieces stay though they are joined"
     film.assert_path_is_legal(media_id)
     film.assert_published_once(media_id)
+    film.start_worker("image=1")  # clears what the killed one left
     film.assert_nothing_left()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from mediamill import probe
 from mediamill.failures import Code, Failure
 from mediamill.handlers import Work, running
-from mediamill.probe import MediaInfo
+from mediamill.probe import MediaInfo, VideoStream
 from mediamill.tools import Command
 
 
@@ -66,6 +66,18 @@ def hold_together(name: str, found: MediaInfo, source: MediaInfo) -> None:
         raise Failure(
             Code.OUTPUT_INVALID,
             f"{name}: sound and picture begin {apart:.3f} s apart, in the source {was:.3f} s.",
+        )
+
+
+def colors(name: str, found: VideoStream, hdr: str | None) -> None:
+    """An encoded picture says which colors it has. Raises Failure(OUTPUT_INVALID)."""
+    transfer = {"pq": "smpte2084", "hlg": "arib-std-b67", None: "bt709"}[hdr]
+    primaries = "bt709" if hdr is None else "bt2020"
+    if (found.transfer, found.primaries) != (transfer, primaries):
+        raise Failure(
+            Code.OUTPUT_INVALID,
+            f"{name}: its color tags are {found.primaries} {found.transfer}, not {primaries} "
+            f"{transfer}.",
         )
 
 

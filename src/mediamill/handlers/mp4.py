@@ -168,7 +168,7 @@ async def verify(
             found.video.pixel_format == ("yuv420p10le" if made.hdr else "yuv420p"),
             "its pixel format is off",
         )
-        expect(found.video.hdr == made.hdr, "its color tags are off")
+        checks.colors(path.name, found.video, made.hdr)
     expect((found.video.frames or 0) > 0, "it has no frames")
     expect(found.video.rotation == 0, "it is still turned")
     expect((found.audio is not None) == (info.audio is not None), "its sound is missing")

@@ -30,6 +30,8 @@ _COMMON_RATES: Final = tuple(
     )
 )  # fmt: skip
 _TRANSFERS: Final = {"pq": "smpte2084", "hlg": "arib-std-b67"}
+# What the frames say of themselves is what the encoder writes; its own options say nothing then.
+_ORDINARY: Final = "setparams=range=tv:color_primaries=bt709:color_trc=bt709:colorspace=bt709"
 
 # Work for a pixel, against H.264 at `veryfast`.
 _PRESET_COST: Final[dict[Preset, float]] = {
@@ -120,10 +122,11 @@ def shrink(
             scale += ":in_color_matrix=bt709"
         if not rgb:
             scale += ":out_color_matrix=bt709:out_range=tv"
-        return (scale, "setsar=1", *(() if rgb else ("format=yuv420p",)))
+        return (scale, "setsar=1", *(() if rgb else ("format=yuv420p", _ORDINARY)))
     if hdr is not None:
-        return (scale, "setsar=1", "format=yuv420p10le")
-    return (scale, _TONE_MAP, "setsar=1", *(() if rgb else ("format=yuv420p",)))
+        kept = f"color_primaries=bt2020:color_trc={_TRANSFERS[hdr]}:colorspace=bt2020nc"
+        return (scale, "setsar=1", "format=yuv420p10le", f"setparams=range=tv:{kept}")
+    return (scale, _TONE_MAP, "setsar=1", *(() if rgb else ("format=yuv420p", _ORDINARY)))
 
 
 def decoder(video: VideoStream) -> tuple[str, ...]:
@@ -169,11 +172,4 @@ def encoder(coding: Coding, *, group: int | None = None) -> tuple[str, ...]:
             )
     if group is not None and coding.codec != "h264":
         args = (*args, "-force_key_frames", f"expr:eq(mod(n,{group}),0)")
-    return (*args, *_color(coding))
-
-
-def _color(coding: Coding) -> tuple[str, ...]:
-    if coding.hdr is None:
-        return ("-colorspace", "bt709", "-color_primaries", "bt709", "-color_trc", "bt709")
-    transfer = _TRANSFERS[coding.hdr]
-    return ("-colorspace", "bt2020nc", "-color_primaries", "bt2020", "-color_trc", transfer)
+    return tuple(args)

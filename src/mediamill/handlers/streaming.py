@@ -139,6 +139,8 @@ async def package(
         if known.code is Code.TOOL_FAILED:  # it was given files of ours only
             raise Failure(Code.OUTPUT_INVALID, "The renditions could not be packaged.")
         raise known
+    for file in target.glob("*.mp4"):
+        _forget_time(file)
     for file in target.glob("*.m3u8"):
         lines = file.read_text().splitlines()
         file.write_text("\n".join(x for x in lines if x and not x.startswith("## ")) + "\n")
@@ -149,6 +151,19 @@ async def package(
         _make_default(target / MASTER, first)
         if wanted.audio_only:
             _add_audio_only(target / MASTER, first, target)
+
+
+def _forget_time(path: Path) -> None:
+    """Take the time of packaging out of the headers, so that the same input gives the same file."""
+    with path.open("r+b") as file:
+        head = file.read(64 << 10)
+        for name in (b"mvhd", b"tkhd", b"mdhd"):
+            at = head.find(name)
+            while at >= 0:
+                wide = head[at + 4] == 1  # version: times of 64 bits
+                file.seek(at + 8)
+                file.write(bytes(16 if wide else 8))
+                at = head.find(name, at + 4)
 
 
 # What the packager takes of ISO 639-1; codes of three letters it takes all.
@@ -231,6 +246,7 @@ async def verify(
     outputs: list[Output] = []
     frames = segment_frames(wanted, on)
     length = 0.0
+    hdr = info.video.hdr if info.video is not None and wanted.hdr == "keep" else None
     for name, count in counts.items():
         expected = [on.seconds(min(frames, count - at)) for at in range(0, count, frames)]
         said = [s for s, _ in _segments((root / f"{name}.m3u8").read_text())]
@@ -242,6 +258,7 @@ async def verify(
         expect(found.video is not None and found.video.frames == count, f"{name} lost frames")
         assert found.video is not None
         expect(found.audio is None, f"{name} has sound")
+        checks.colors(name, found.video, hdr)
         length = on.seconds(count)
         await checks.decode(work, root / f"{name}.mp4", length)
         outputs.append(
