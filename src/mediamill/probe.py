@@ -147,6 +147,16 @@ class MediaInfo:
     bit_rate: int | None = None
     captions: bool = False
     """Whether closed captions (CEA-608 or 708) lie inside the picture."""
+    picture_seconds: float | None = None
+    """From the beginning of the container to the end of the last frame, once that was looked up."""
+    key_frames: tuple[float, ...] = ()
+    """Seconds from the beginning at which decoding can begin, where the container has no index."""
+
+    @property
+    def has_index(self) -> bool:
+        """Whether a seek finds the key frame before a time. Live recordings have none."""
+        indexed = self.container.startswith(("mov", "matroska"))
+        return indexed and self.duration_seconds is not None
 
     @property
     def kind(self) -> str:
@@ -347,6 +357,15 @@ def detected_type(info: MediaInfo, sniffed: str | None) -> str:
     if sniffed is not None:
         return sniffed
     return guess[info.video is None] if guess else "application/octet-stream"
+
+
+def key_frame_args(video: VideoStream) -> tuple[str, ...]:
+    """ffprobe through the whole file: the time and flags of every packet of the picture."""
+    return (
+        *("-hide_banner", "-loglevel", "error", *INPUT_GUARD),
+        *("-select_streams", str(video.index), "-show_entries", "packet=pts_time,flags"),
+        *("-of", "csv=p=0", "-i", "fd:"),
+    )
 
 
 class Scan:

@@ -153,8 +153,7 @@ class Studio:
         **settings: Any,
     ) -> Result:
         """The whole of it, with what its children do, if it wants any."""
-        recipe = {"name": "test", "version": 1, kind: [*wanted]}
-        desk = self._desk(source, {**recipe, "pieces": pieces}, settings, role="main")
+        desk = self.desk(source, {kind: [*wanted], "pieces": pieces}, **settings)
         outcome = await handler(desk)
         if isinstance(outcome, Wait):
             ended = [await self._child(desk, job.kind, job.payload) for job in outcome.children]
@@ -189,13 +188,18 @@ class Studio:
             await self.handle(source, wanted, **more)
         return caught.value
 
-    def _desk(
-        self, source: Path, recipe: Mapping[str, Any], settings: Mapping[str, Any], *, role: str
-    ) -> Desk:
+    def desk(self, source: Path, recipe: Mapping[str, Any], **settings: Any) -> Desk:
+        """The work of a main job on an original."""
         folder = self._folder / uuid4().hex
         for name in ("out", "kept"):
             (folder / name).mkdir(parents=True)
-        values = {"tenant_id": "acme", "id": uuid4(), "media_id": uuid4(), "fence": 1, "role": role}
+        values = {
+            "tenant_id": "acme",
+            "id": uuid4(),
+            "media_id": uuid4(),
+            "fence": 1,
+            "role": "main",
+        }
         claim = Claim(**{n: values.get(n) for n in Claim.__dataclass_fields__})  # type: ignore[arg-type]
         original = Original(
             id=uuid4(),
@@ -217,8 +221,8 @@ class Studio:
         return Desk(
             claim=replace(claim, priority=0),
             original=original,
-            recipe=Recipe.model_validate_json(json.dumps(recipe)),
-            settings=self.settings.model_copy(update=dict(settings)),
+            recipe=Recipe.model_validate_json(json.dumps({"name": "test", "version": 1, **recipe})),
+            settings=self.settings.model_copy(update=settings),
             out=folder / "out",
             source=source,
             store=folder / "kept",

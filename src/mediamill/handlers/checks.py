@@ -40,11 +40,11 @@ async def decode(work: Work, path: Path, seconds: float | None) -> None:
         raise Failure(Code.OUTPUT_INVALID, f"The output {path.name} does not decode cleanly.")
 
 
-def length(found: float | None, source: MediaInfo) -> None:
+def length(found: float | None, source: MediaInfo, *, picture: bool = False) -> None:
     """An output is as long as its source says. Raises Failure."""
     if not found:
         raise Failure(Code.OUTPUT_INVALID, "An output has no length.")
-    wanted = source.duration_seconds
+    wanted = source.picture_seconds if picture else source.duration_seconds
     if wanted is not None and wanted - found > max(0.5, 0.02 * wanted):
         raise Failure(
             Code.TRUNCATED_INPUT,

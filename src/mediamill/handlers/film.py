@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,8 +25,7 @@ from mediamill.recipes.video import HlsOutput, Mp4Output
 from mediamill.tools import Command
 
 _GROUP_SECONDS: Final = 2.0
-PIECE_SLACK: Final = 2
-"""How many frames more or less than planned the source may really have."""
+_SLACK_SECONDS: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +129,12 @@ def plan(recipe: Recipe, info: MediaInfo, size: int, *, in_pieces: bool = False)
         ways,
         tuple(sounds.values()),
     )
+
+
+def slack(grid: Grid) -> int:
+    """How many frames more or less than told the last piece may have: how long the last frame stays
+    is known for sure only when it was decoded."""
+    return 2 + int(grid.rate * Fraction(_SLACK_SECONDS))
 
 
 async def encode_sounds(work: Work, film: Film, info: MediaInfo, made: Made, meter: Meter) -> None:
@@ -319,5 +325,5 @@ async def join_pieces(
         path = await tracks.join(work, some, film.grid, track)
         for file in some:
             file.unlink()
-        await tracks.verify(work, path, film.grid, frames=film.grid.frames, slack=PIECE_SLACK)
+        await tracks.verify(work, path, film.grid, frames=film.grid.frames, slack=slack(film.grid))
         await check_track(work, film, info, track, made)

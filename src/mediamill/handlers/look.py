@@ -3,8 +3,12 @@ there."""
 
 from __future__ import annotations
 
+import asyncio
+import struct
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 from mediamill import probe
 from mediamill.failures import Code, Failure
@@ -13,7 +17,8 @@ from mediamill.media import Description
 from mediamill.probe import MediaInfo
 from mediamill.tools import Command
 
-_SAMPLED_FRAMES = 60
+_SAMPLED_FRAMES: Final = 60
+_MOST_INDEX_BYTES: Final = 64 << 20
 
 
 async def look(work: Work) -> MediaInfo | Reroute:
@@ -37,9 +42,13 @@ async def look(work: Work) -> MediaInfo | Reroute:
     info = await _look_at_fields(work, path, info)
     if work.claim.role != "main":
         return info
-    duration = await _scan(work, path, info)
+    if info.video is not None and not info.has_index:
+        info = replace(info, key_frames=await _key_frames(work, path, info))
+    duration, seconds = await _scan(work, path, info)
     probe.check_duration(duration, work.settings)
     info = replace(info, duration_seconds=duration)
+    if info.video is not None:
+        info = replace(info, picture_seconds=seconds)
     await describe(work, info, seen.type if seen else None)
     return info
 
@@ -60,9 +69,30 @@ async def describe(work: Work, info: MediaInfo, sniffed: str | None, **more: obj
 
 async def run_probe(work: Work, path: Path) -> MediaInfo:
     """Ask ffprobe. Raises Failure."""
+    if await asyncio.to_thread(_is_locked, path):
+        raise Failure(Code.DRM_ENCRYPTED)
     command = Command("ffprobe", probe.ffprobe_args(), path, "probe")
     finished = await running.run(work, command, running.jail(work, wall_seconds=60))
     return probe.parse(finished.stdout, work.settings)
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether the index of an MP4 names encrypted samples (ISO/IEC 23001-7); tools hide that behind
+    the codec inside."""
+    with path.open("rb") as file:
+        while len(header := file.read(8)) == 8:
+            size, name = struct.unpack(">I4s", header)
+            begin = 8
+            if size == 1:
+                (size,) = struct.unpack(">Q", file.read(8).rjust(8, b"\0"))
+                begin = 16
+            if name == b"moov":
+                index = file.read(min(max(size - begin, 0), _MOST_INDEX_BYTES))
+                return b"sinf" in index and (b"encv" in index or b"enca" in index)
+            if size < begin or not name.isalnum():
+                return False
+            file.seek(size - begin, 1)
+    return False
 
 
 async def _look_at_fields(work: Work, path: Path, info: MediaInfo) -> MediaInfo:
@@ -79,7 +109,26 @@ async def _look_at_fields(work: Work, path: Path, info: MediaInfo) -> MediaInfo:
     return replace(info, video=replace(video, interlaced=True, interlaced_by="sampled"))
 
 
-async def _scan(work: Work, path: Path, info: MediaInfo) -> float | None:
+async def _key_frames(work: Work, path: Path, info: MediaInfo) -> tuple[float, ...]:
+    assert info.video is not None
+    found: list[float] = []
+
+    def line(text: str) -> None:
+        at, _, flags = text.partition(",")
+        if "K" in flags:
+            with suppress(ValueError):
+                found.append(round(float(at) - info.start_seconds, 3))
+
+    confined = running.jail(work, wall_seconds=60 + work.original.size / 5_000_000)
+    command = Command("ffprobe", probe.key_frame_args(info.video), path, "key frames")
+    finished = await work.run_tool(command, confined, on_line=line)
+    if finished.stopped_for is not None:
+        raise running.failure(finished, command, confined)
+    return tuple(sorted(found))
+
+
+async def _scan(work: Work, path: Path, info: MediaInfo) -> tuple[float | None, float | None]:
+    """The real length, and that of the stream that was looked at, which may end before others."""
     scan = probe.Scan()
     confined = running.jail(work, wall_seconds=60 + work.original.size / 5_000_000)
     args = probe.scan_args(info, limit_seconds=work.settings.max_duration_seconds + 1)
@@ -87,4 +136,5 @@ async def _scan(work: Work, path: Path, info: MediaInfo) -> float | None:
     finished = await work.run_tool(command, confined, on_line=scan.line)
     if finished.stopped_for is not None:
         raise running.failure(finished, command, confined)
-    return probe.check_scan(info, scan, finished.stderr_head + finished.stderr_tail)
+    real = probe.check_scan(info, scan, finished.stderr_head + finished.stderr_tail)
+    return real, scan.seconds

@@ -124,6 +124,8 @@ def plan_encode(
         *(*running.QUIET, *running.PROGRESS, *picture.decoder(video), *probe.INPUT_GUARD),
         *("-i", "fd:", "-map", f"0:{video.index}", "-vf", ",".join(steps)),
         *picture.encoder(made),
+        # Else times are rounded to the average rate, and frames that come faster are lost.
+        *(("-enc_time_base:v", "filter") if video.variable_rate else ()),
         *heard,
         *running.NO_METADATA,
         *("-t", f"{limit_seconds:.3f}", "-max_muxing_queue_size", "4096", *_FRONT, file),

@@ -49,7 +49,6 @@ async def worthwhile(work: Work, planned: Film, info: MediaInfo) -> bool:
 
 def children(work: Work, planned: Film) -> Wait:
     """A job for each piece, and one for all sound."""
-    grid = planned.grid.as_dict()
     common: dict[str, Any] = {
         "queue": "video",
         "priority": work.claim.priority,
@@ -58,14 +57,22 @@ def children(work: Work, planned: Film) -> Wait:
     jobs = [
         NewJob(
             "video.piece",
-            {"first": first, "after": after, "grid": grid},
+            {"first": first, "after": after, "grid": planned.grid.near(first).as_dict()},
             child_key=f"piece-{first}",
             **common,
         )
         for first, after in _cut(work, planned.grid)
     ]
     if planned.sounds:
-        jobs.insert(0, NewJob("video.sound", {"grid": grid}, child_key=_SOUND_KEY, **common))
+        jobs.insert(
+            0,
+            NewJob(
+                "video.sound",
+                {"grid": planned.grid.near(0).as_dict()},
+                child_key=_SOUND_KEY,
+                **common,
+            ),
+        )
     return Wait(tuple(jobs))
 
 
@@ -90,7 +97,7 @@ async def handle(work: Work) -> Outcome:
     for track in planned.tracks:
         path = work.out / track.file
         # The last piece ends where the source really ends.
-        slack = 0 if after is not None else film.PIECE_SLACK
+        slack = 0 if after is not None else film.slack(grid)
         await tracks.verify(work, path, grid, frames=end - first, slack=slack)
         files[track.stem] = _shown(await work.keep(path))
     return Done(
@@ -138,7 +145,8 @@ async def join(
         for name, values in heard["loudness"].items():
             made.loudness[name] = Loudness(*values)
     results = sorted(by_key.values(), key=lambda result: result["first"])
-    planned = replace(planned, grid=Grid.of(results[0]["grid"]))
+    grid = replace(Grid.of(results[0]["grid"]), key_frames=planned.grid.key_frames)
+    planned = replace(planned, grid=grid)
     some = [
         Piece(r["first"], r["after"], {stem: _kept(kept) for stem, kept in r["files"].items()})
         for r in results

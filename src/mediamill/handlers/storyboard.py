@@ -67,6 +67,8 @@ async def make(
     seconds = info.duration_seconds or plan.every_seconds
     sparse = rung is not None or seconds > _ALL_FRAMES_SECONDS
     steps = (
+        # The last frame stays for as long as its tile stands for.
+        f"tpad=stop_mode=clone:stop_duration={plan.every_seconds:.6f}",
         f"fps=1/{plan.every_seconds:.6f}:start_time=0:round=near",
         *(picture.straighten(video) if rung is None else ()),
         *(

@@ -272,7 +272,7 @@ async def verify(
             )
         )
     expect(len(set(counts.values())) == 1, "its sizes have different numbers of frames")
-    checks.length(length, info)
+    checks.length(length, info, picture=True)
     for rendition in heard:
         path = root / f"{rendition.name}.mp4"
         found = await checks.probe_output(work, path)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Final, Self
@@ -25,6 +25,7 @@ from mediamill.probe import MediaInfo
 from mediamill.tools import Command
 
 _MARGIN_SECONDS: Final = 3.0
+_BEFORE_SECONDS: Final = 0.5
 _SMALL: Final = 160
 _LIKENESS: Final = 0.75
 _COMPARED_FRAMES: Final = 8
@@ -39,6 +40,14 @@ class Grid:
     group: int
     frames: int | None
     """None where the source does not say how long it is."""
+    key_frames: tuple[float, ...] = ()
+    """As in `MediaInfo`."""
+
+    def near(self, first: int) -> Grid:
+        """The same for somebody who begins at that frame: with the key frame that he needs."""
+        begin = self.seconds(first) - _BEFORE_SECONDS
+        before = [key for key in self.key_frames if key <= begin]
+        return replace(self, key_frames=(before[-1],) if before else self.key_frames[:1])
 
     @property
     def timescale(self) -> int:
@@ -59,12 +68,19 @@ class Grid:
             "start_seconds": self.start_seconds,
             "group": self.group,
             "frames": self.frames,
+            "key_frames": list(self.key_frames),
         }
 
     @classmethod
     def of(cls, known: Mapping[str, Any]) -> Self:
         """From `as_dict`."""
-        return cls(Fraction(known["rate"]), known["start_seconds"], known["group"], known["frames"])
+        return cls(
+            Fraction(known["rate"]),
+            known["start_seconds"],
+            known["group"],
+            known["frames"],
+            tuple(known["key_frames"]),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +101,10 @@ def grid(info: MediaInfo, *, most_rate: float, group_seconds: float) -> Grid:
     video = info.video
     assert video is not None
     rate = picture.steady_rate(video, most_rate)
-    seconds = info.duration_seconds
+    seconds = info.picture_seconds or info.duration_seconds
     group = max(1, round(rate * Fraction(group_seconds).limit_denominator(1000)))
     frames = None if seconds is None else max(1, round(seconds * rate))
-    return Grid(rate, info.start_seconds, group, frames)
+    return Grid(rate, info.start_seconds, group, frames, info.key_frames)
 
 
 def plan(
@@ -130,6 +146,10 @@ def plan(
 
 def _seek(on: Grid, first: int) -> tuple[str, ...]:
     begin = on.seconds(first) - _MARGIN_SECONDS
+    if on.key_frames:
+        # Without an index a seek ends anywhere, and decoding begins at the next key frame.
+        (key,) = on.near(first).key_frames
+        begin = key - _BEFORE_SECONDS
     # From the key frame before: a picture that stays for long has its only frame far back.
     return ("-noaccurate_seek", "-ss", f"{begin:.3f}") if begin > 0 else ()
 
@@ -317,7 +337,7 @@ async def likeness(
     confined = running.jail(work, wall_seconds=300, write=True, scratch_bytes=1 << 50)
     command = Command("ffmpeg", args, await work.fetch(), f"compare {track.name} at {first}")
     finished = await running.run(work, command, confined)
-    scores = re.findall(r"SSIM .*All:([\d.]+)", finished.stderr_tail)
+    scores = re.findall(r"SSIM .*All:(-?[\d.]+)", finished.stderr_tail)
     if not scores:
         raise Failure(Code.OUTPUT_INVALID, f"{track.name}: it could not be compared.")
     return float(scores[-1])
