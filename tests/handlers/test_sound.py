@@ -172,10 +172,14 @@ async def test_sound_that_is_cut_or_no_sound_at_all_fails(studio: Studio, films:
     whole = films.make("whole.m4a", picture=None, seconds=3)
     cut = films.folder / "cut.m4a"
     cut.write_bytes(whole.read_bytes()[:-1000])
+    wave = films.make("whole.wav", picture=None, seconds=3)
+    half = films.folder / "half.wav"
+    half.write_bytes(wave.read_bytes()[:100_000])
     text = films.folder / "text.mp3"
     text.write_bytes(b"this is no sound\n" * 50)
     for source, codes in (
         (cut, {Code.TRUNCATED_INPUT}),
+        (half, {Code.TRUNCATED_INPUT}),
         (text, {Code.UNSUPPORTED_FORMAT, Code.CORRUPT_INPUT}),
     ):
         failure = await studio.failure(source, ALL, kind="audio", handler=video.handle_audio)

@@ -69,17 +69,24 @@ async def describe(work: Work, info: MediaInfo, sniffed: str | None, **more: obj
 
 async def run_probe(work: Work, path: Path) -> MediaInfo:
     """Ask ffprobe. Raises Failure."""
-    if await asyncio.to_thread(_is_locked, path):
-        raise Failure(Code.DRM_ENCRYPTED)
+    await asyncio.to_thread(_read_outline, path)
     command = Command("ffprobe", probe.ffprobe_args(), path, "probe")
     finished = await running.run(work, command, running.jail(work, wall_seconds=60))
     return probe.parse(finished.stdout, work.settings)
 
 
-def _is_locked(path: Path) -> bool:
-    """Whether the index of an MP4 names encrypted samples (ISO/IEC 23001-7); tools hide that behind
-    the codec inside."""
+def _read_outline(path: Path) -> None:
+    """Refuse what the tools would call by another name: an index that is cut, and encrypted samples
+    (ISO/IEC 23001-7), which they hide behind the codec inside. Raises Failure."""
+    size = path.stat().st_size
     with path.open("rb") as file:
+        head = file.read(12)
+        told = int.from_bytes(head[4:8], "little")
+        if head[:4] == b"RIFF" and head[8:] == b"WAVE" and size - 8 < told < 0xFFFFFF00:
+            raise Failure(
+                Code.TRUNCATED_INPUT, f"The file says {told + 8:,} bytes, but has {size:,}."
+            )
+        file.seek(0)
         while len(header := file.read(8)) == 8:
             size, name = struct.unpack(">I4s", header)
             begin = 8
@@ -87,12 +94,16 @@ def _is_locked(path: Path) -> bool:
                 (size,) = struct.unpack(">Q", file.read(8).rjust(8, b"\0"))
                 begin = 16
             if name == b"moov":
-                index = file.read(min(max(size - begin, 0), _MOST_INDEX_BYTES))
-                return b"sinf" in index and (b"encv" in index or b"enca" in index)
+                wanted = min(max(size - begin, 0), _MOST_INDEX_BYTES)
+                index = file.read(wanted)
+                if len(index) < wanted:
+                    raise Failure(Code.TRUNCATED_INPUT, "The index of the file is cut.")
+                if b"sinf" in index and (b"encv" in index or b"enca" in index):
+                    raise Failure(Code.DRM_ENCRYPTED)
+                return
             if size < begin or not name.isalnum():
-                return False
+                return
             file.seek(size - begin, 1)
-    return False
 
 
 async def _look_at_fields(work: Work, path: Path, info: MediaInfo) -> MediaInfo:
