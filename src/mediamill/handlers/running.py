@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, TypeVar
 
 from mediamill import tools
 from mediamill.failures import Code, Failure
 from mediamill.handlers import Work
 from mediamill.sandbox import Jail, Limits
 from mediamill.tools import Command, Finished
+
+T = TypeVar("T")
 
 STALL_SECONDS: Final = 120.0
 QUIET: Final = ("-hide_banner", "-nostdin", "-loglevel", "warning", "-y")
@@ -29,11 +32,14 @@ class Meter:
         self._work = work
         self._total = total or 1.0
         self._done = 0.0
+        self._at_work: list[list[float]] = []
 
     def watch(self, share: float, seconds: float | None) -> Callable[[str], bool]:
         """Reads `-progress`: out_time against the expected seconds. Unknown lengths show no
         percent; the answer says whether it moved, for the stall clock."""
         last = 0
+        run = [share, 0.0]
+        self._at_work.append(run)
 
         def line(text: str) -> bool:
             nonlocal last
@@ -44,7 +50,8 @@ class Meter:
                 return False
             last = int(value)
             if seconds:
-                self._show(self._done + share * min(last / 1e6 / seconds, 1.0))
+                run[1] = share * min(last / 1e6 / seconds, 1.0)
+                self._show()
             return True
 
         return line
@@ -52,9 +59,13 @@ class Meter:
     def finish(self, share: float) -> None:
         """A run of that share is over."""
         self._done += share
-        self._show(self._done)
+        run = next((run for run in self._at_work if run[0] == share), None)
+        if run is not None:
+            self._at_work.remove(run)
+        self._show()
 
-    def _show(self, done: float) -> None:
+    def _show(self) -> None:
+        done = self._done + sum(part for _, part in self._at_work)
         self._work.progress(5 + 90 * min(done / self._total, 1.0))
 
 
@@ -92,6 +103,18 @@ def failure(finished: Finished, command: Command, confined: Jail) -> Failure:
     """What the end of a run stands for."""
     known = tools.classify(finished, tool=command.tool, limits=confined.limits)
     return known or Failure(Code.TOOL_FAILED)
+
+
+async def together(*works: Coroutine[Any, Any, T]) -> list[T]:
+    """Run them at once. The first that fails ends the others, and is raised after they ended."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 class Pace:

@@ -286,23 +286,29 @@ async def join(work: Work, pieces: Sequence[Path], on: Grid, track: Track) -> Pa
     return work.out / track.file
 
 
-async def compare(work: Work, info: MediaInfo, on: Grid, track: Track, frames: int) -> list[float]:
-    """The likeness (SSIM, 1 is equal) of a finished track and the source at some places, both made
-    small so that it tells wrong frames and colors from coarse coding.
+async def compare(
+    work: Work, info: MediaInfo, on: Grid, track: Track, frames: int, *, places: Sequence[float]
+) -> float:
+    """The lowest likeness (SSIM, 1 is equal) of a finished track and the source at some places,
+    given as shares of its length; both are made small, so that it tells wrong frames and colors
+    from coarse coding.
 
     Raises Failure(OUTPUT_INVALID) below the floor.
     """
     groups = max(0, (frames - 1) // on.group)
-    found: list[float] = []
-    for first in sorted({groups * share // 10 * on.group for share in (1, 5, 9)}):
-        found.append(await likeness(work, info, on, track, first=first, frames=_COMPARED_FRAMES))
-        if found[-1] < _LIKENESS:
+
+    async def at(first: int) -> float:
+        found = await likeness(work, info, on, track, first=first, frames=_COMPARED_FRAMES)
+        if found < _LIKENESS:
             raise Failure(
                 Code.OUTPUT_INVALID,
                 f"{track.name}: at {on.seconds(first):.1f} s it does not look like the original "
-                f"(likeness {found[-1]:.2f}).",
+                f"(likeness {found:.2f}).",
             )
-    return found
+        return found
+
+    firsts = {int(groups * place) * on.group for place in places}
+    return min(await running.together(*(at(first) for first in sorted(firsts))))
 
 
 async def likeness(

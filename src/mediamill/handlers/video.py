@@ -20,12 +20,14 @@ from mediamill.handlers import (
     look,
     pieces,
     poster,
+    running,
     sound,
     storyboard,
     subtitles,
 )
 from mediamill.handlers.film import Film, Made
 from mediamill.handlers.running import Meter
+from mediamill.handlers.tracks import Track
 from mediamill.probe import MediaInfo
 from mediamill.recipes.video import (
     AnimationOutput,
@@ -139,7 +141,7 @@ class _Making:
             if isinstance(wanted, PosterOutput):
                 self._done[wanted.name] = [await poster.make(work, wanted, info)]
         await work.enter("encode")
-        await film.encode_sounds(work, planned, info, self._made, self._meter)
+        sounds = film.encode_sounds(work, planned, info, self._made, self._meter)
         rest = list(planned.tracks)
         early = next((s for s in planned.streams if s[0].smallest_first and len(s[1]) > 1), None)
         if early is not None and work.original.set_id is None:
@@ -147,9 +149,7 @@ class _Making:
             first = rungs[0]
             track = next(t for t in rest if t.stem == first.stem)
             rest.remove(track)
-            await film.encode_tracks(
-                work, planned, info, [track], made=self._made, meter=self._meter
-            )
+            await running.together(sounds, self._encode([track]))
             outputs = await film.make_stream(
                 work,
                 planned,
@@ -165,10 +165,18 @@ class _Making:
             for output in outputs:
                 output.path.unlink()
             await work.enter("encode")
-        if rest:
-            await film.encode_tracks(work, planned, info, rest, made=self._made, meter=self._meter)
+            await self._encode(rest)
+        else:
+            await running.together(sounds, self._encode(rest))
         for output in await film.make_alone(work, planned, info, self._made, self._meter):
             self._done[output.name.removesuffix(".mp4")] = [output]
+
+    async def _encode(self, some: Sequence[Track]) -> None:
+        if some:
+            made, meter = self._made, self._meter
+            await film.encode_tracks(
+                self._work, self._planned, self._info, some, made=made, meter=meter
+            )
 
     async def join(self, ended: Sequence[Any]) -> None:
         """What the children encoded, and what they did not."""
