@@ -35,7 +35,7 @@ from benchmarks.harness import Report, Spread, Stand, ratios, say, spread
 from mediamill import handlers, ids, recipes, tools
 from mediamill.config import Settings
 from mediamill.failures import Failure
-from mediamill.handlers import Done, image, preview, video
+from mediamill.handlers import Child, Done, Kept, Output, image, preview, video
 from mediamill.imaging import wire
 from mediamill.jobs import Claim
 from mediamill.media import Description, Original
@@ -368,6 +368,21 @@ class Notes:
 
     async def show_preview(self, preview: Mapping[str, Any], found: Description) -> None:
         pass
+
+    async def publish_early(self, outputs: Sequence[Output]) -> bool:
+        raise AssertionError("its recipe has no stages")
+
+    async def children(self) -> list[Child]:
+        return []
+
+    async def slots(self, queue: str) -> int:
+        return 1
+
+    async def keep(self, path: Path) -> Kept:
+        raise AssertionError("it has no parent")
+
+    async def bring(self, kept: Kept, name: str) -> Path:
+        raise AssertionError("it has no children")
 
     async def run_tool(
         self,

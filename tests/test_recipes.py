@@ -211,7 +211,7 @@ def test_the_newest_version_is_the_default_and_what_is_not_there_is_none() -> No
         ("video.0.crf", 99, "video.0.mp4.crf"),
         ("video.0.name", "a/b", "video.0.mp4.name"),
         ("video.1.short_side", 10, "video.1.poster.short_side"),
-        ("audio.0.kbps", 1, "audio.0.kbps"),
+        ("audio.0.kbps", 1, "audio.0.m4a.kbps"),
     ],
 )
 def test_a_fault_is_refused_by_both_and_named_with_its_path(

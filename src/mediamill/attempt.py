@@ -20,6 +20,7 @@ from mediamill import (
     db,
     failpoints,
     handlers,
+    installation,
     jobs,
     media,
     mill,
@@ -185,6 +186,8 @@ class Attempt:
             outcome = await self._work()
             await self._settle(outcome)
             self._laid_out = None
+            if isinstance(outcome, LaidOut):
+                await self._drop_pieces()
             failpoints.hit("attempt.settled")
             self.log.info(
                 "attempt_ended",
@@ -367,6 +370,50 @@ class Attempt:
     async def describe(self, found: Description) -> None:
         await self._outlast(lambda pool: media.describe(pool, self.claim, found))
         failpoints.hit("attempt.described")
+
+    async def publish_early(self, outputs: Sequence[handlers.Output]) -> bool:
+        claim = self.claim
+        if self.original.set_id is not None:
+            return False
+        laid = await self._publish(Done(tuple(outputs)))
+        async with db.transaction(self._means.pool) as connection:
+            await jobs.still_hold(connection, claim)
+            shown = await media.publish_early(
+                connection,
+                claim,
+                set_id=laid.set_id,
+                names=[item.output.name for item in laid.items],
+                superseded_seconds=self.settings.superseded_set_seconds,
+            )
+            if shown:
+                await variants.record(connection, claim, laid.set_id, laid.prefix, laid.items)
+        if shown:
+            self._laid_out = None
+        failpoints.hit("attempt.published_early")
+        return shown
+
+    async def children(self) -> list[handlers.Child]:
+        rows = await self._outlast(
+            lambda pool: jobs.children_of(pool, self.claim.tenant_id, self.claim.id)
+        )
+        return [handlers.Child(row["child_key"], row["state"], row["result"] or {}) for row in rows]
+
+    async def slots(self, queue: str) -> int:
+        known: dict[str, int] = await self._outlast(installation.slots)
+        return known.get(queue, 0)
+
+    async def keep(self, path: Path) -> handlers.Kept:
+        await self._outlast(lambda pool: variants.reserve_pieces(pool, self.claim))
+        # The fence keeps an earlier try of the same job apart: what it stored may be another file.
+        key = f"{variants.pieces_prefix(self.claim)}/{self.claim.id}.{self.claim.fence}/{path.name}"
+        stored = await self._means.storage.put(key, path)
+        failpoints.hit("attempt.kept")
+        return handlers.Kept(key, stored.version, stored.size)
+
+    async def bring(self, kept: handlers.Kept, name: str) -> Path:
+        path = self.out / name
+        await self._means.storage.fetch(kept.key, kept.version, path)
+        return path
 
     async def show_preview(self, preview: Mapping[str, Any], found: Description) -> None:
         await self._outlast(lambda pool: media.show_preview(pool, self.claim, dict(preview), found))
@@ -579,6 +626,13 @@ class Attempt:
                 await variants.withdraw(connection, self._means.storage, self.claim, set_id, prefix)
         except (db.Unavailable, asyncpg.PostgresError, Failure):
             self.log.warning("set_left", set=set_id)
+
+    async def _drop_pieces(self) -> None:
+        """What its children kept is in the published set now. What stays here is swept later."""
+        with suppress(Failure, db.Unavailable, asyncpg.PostgresError):
+            async with db.acquire(self._means.pool) as connection:
+                if await variants.forget_pieces(connection, self.claim):
+                    await self._means.storage.delete(variants.pieces_prefix(self.claim))
 
     async def _outlast(self, work: Callable[[db.Connection], Any]) -> Any:
         """Run a short statement on the pool, through an outage that our lease can survive."""

@@ -116,6 +116,9 @@ class Settings(BaseSettings):
     time_limit_factor: float = Field(gt=0)
     ffmpeg: str | None = None
     ffprobe: str | None = None
+    packager: str | None = None
+    piece_threshold_seconds: float = Field(gt=0)
+    piece_seconds: float = Field(ge=2)
     sandbox: Literal["strong", "limits"] = Field()
     egress_allow_http: bool = Field()
     egress_ports: list[int] = Field()

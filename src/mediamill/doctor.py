@@ -116,7 +116,7 @@ def _python() -> Finding:
 async def _tools(settings: Settings, confined: sandbox.Sandbox) -> AsyncIterator[Finding]:
     remedy = "pip install 'mediamill[tools]', or set MEDIAMILL_FFMPEG and MEDIAMILL_FFPROBE."
     try:
-        toolbox = tools.resolve(settings.ffmpeg, settings.ffprobe)
+        toolbox = tools.resolve(settings.ffmpeg, settings.ffprobe, settings.packager)
         can = await tools.capabilities(toolbox, confined)
     except Failure as failure:
         yield Finding("ffmpeg", False, failure.problem.detail, remedy)

@@ -519,7 +519,9 @@ async def cancel_of_media(
     connection: db.Connection, tenant_id: str, media_id: UUID, *, retention_seconds: float
 ) -> None:
     """Cancel every live job of a media."""
-    for row in await connection.fetch(_SQL.cancel_of_media, tenant_id, media_id):
+    rows = await connection.fetch(_SQL.cancel_of_media, tenant_id, media_id)
+    # Parents first: one whose child was canceled would fail.
+    for row in sorted(rows, key=lambda row: row["parent_id"] is not None):
         await cancel(connection, tenant_id, row["id"], retention_seconds=retention_seconds)
 
 

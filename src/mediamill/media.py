@@ -55,6 +55,8 @@ class Original:
     deleted_at: datetime | None
     state: str
     metadata: dict[str, Any] = field(default_factory=dict)
+    set_id: str | None = None
+    """The complete set that readers see; None before the first one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +258,30 @@ async def publish(
 async def version(connection: db.Connection, tenant_id: str, media_id: UUID) -> db.Row | None:
     """The version of a media and what a waiting client must know: one indexed read."""
     return await connection.fetchrow(_SQL.version, tenant_id, media_id)
+
+
+async def publish_early(
+    connection: db.Connection,
+    held: Claim,
+    *,
+    set_id: str,
+    names: Sequence[str],
+    superseded_seconds: float,
+) -> bool:
+    """Let readers see a first set while the media stays `processing`; False if it was deleted,
+    moved on, or has a complete set."""
+    return bool(
+        await connection.fetchval(
+            _SQL.publish_early,
+            held.tenant_id,
+            held.media_id,
+            held.generation,
+            set_id,
+            held.id,
+            timedelta(seconds=superseded_seconds),
+            list(names),
+        )
+    )
 
 
 async def get(connection: db.Connection, tenant_id: str, media_id: UUID) -> db.Row | None:

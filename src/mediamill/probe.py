@@ -71,6 +71,32 @@ class VideoStream:
     """`pq` or `hlg`."""
     has_alpha: bool
     frames: int | None
+    nominal_rate: Fraction | None = None
+    """The rate of which all time stamps are multiples, where the container knows one."""
+    profile: str = ""
+    level: int | None = None
+    bit_rate: int | None = None
+    start_seconds: float = 0.0
+    primaries: str = ""
+    transfer: str = ""
+    matrix: str = ""
+    range: str = ""
+    dolby_vision: int | None = None
+    """The profile. Its base layer is what is decoded."""
+    interlaced_by: str | None = None
+    """How it is known: by the `flag` of the file, or `sampled`."""
+
+    @property
+    def variable_rate(self) -> bool:
+        """Whether the frames come at a varying pace."""
+        if self.frame_rate is None or self.nominal_rate is None:
+            return self.frame_rate is None
+        return abs(self.nominal_rate / self.frame_rate - 1) > Fraction(1, 100)
+
+    @property
+    def square(self) -> bool:
+        """Whether the frames are stored as they are shown."""
+        return (self.width, self.height) == (self.stored_width, self.stored_height)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +105,26 @@ class AudioStream:
     codec: str
     channels: int
     sample_rate: int
+    language: str | None = None
+    """As the file says it, lower case: `de`, `deu`."""
+    title: str | None = None
+    layout: str = ""
+    profile: str = ""
+    default: bool = False
+    start_seconds: float = 0.0
+    duration_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SubtitleStream:
+    """Subtitles; `is_text` is False for pictures of text."""
+
+    index: int
+    codec: str
+    is_text: bool
+    language: str | None = None
+    title: str | None = None
+    forced: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +138,25 @@ class MediaInfo:
     video: VideoStream | None
     audio: AudioStream | None
     streams: int
-    subtitles: tuple[str, ...]
-    cover_art: bool
+    sounds: tuple[AudioStream, ...] = ()
+    """Every sound track; `audio` is the one that plays by default."""
+    subtitles: tuple[SubtitleStream, ...] = ()
+    cover: int | None = None
+    """The stream that holds a picture of the cover."""
+    attachments: int = 0
+    bit_rate: int | None = None
+    captions: bool = False
+    """Whether closed captions (CEA-608 or 708) lie inside the picture."""
+    picture_seconds: float | None = None
+    """From the beginning of the container to the end of the last frame, once that was looked up."""
+    key_frames: tuple[float, ...] = ()
+    """Seconds from the beginning at which decoding can begin, where the container has no index."""
+
+    @property
+    def has_index(self) -> bool:
+        """Whether a seek finds the key frame before a time. Live recordings have none."""
+        indexed = self.container.startswith(("mov", "matroska"))
+        return indexed and self.duration_seconds is not None
 
     @property
     def kind(self) -> str:
@@ -106,8 +169,13 @@ class MediaInfo:
             "streams": self.streams,
             "has_audio": self.audio is not None,
             "has_video": self.video is not None,
-            "subtitles": list(self.subtitles),
-            "cover_art": self.cover_art,
+            "subtitles": [
+                {"codec": t.codec, "text": t.is_text, "language": t.language, "forced": t.forced}
+                for t in self.subtitles
+            ],
+            "closed_captions": self.captions,
+            "cover_art": self.cover is not None,
+            "attachments": self.attachments,
         }
         if self.video is not None:
             rate = self.video.frame_rate
@@ -116,9 +184,18 @@ class MediaInfo:
                 "frame_rate": f"{rate.numerator}/{rate.denominator}" if rate else None,
                 "pixel_format": self.video.pixel_format,
                 "interlaced": self.video.interlaced,
+                "interlaced_by": self.video.interlaced_by,
                 "rotation": self.video.rotation,
                 "hdr": self.video.hdr is not None,
                 "hdr_format": self.video.hdr,
+                "dolby_vision_profile": self.video.dolby_vision,
+                "color": {
+                    "primaries": self.video.primaries or None,
+                    "transfer": self.video.transfer or None,
+                    "matrix": self.video.matrix or None,
+                    "range": self.video.range or None,
+                },
+                "variable_frame_rate": self.video.variable_rate,
                 "has_alpha": self.video.has_alpha,
                 "stored_width": self.video.stored_width,
                 "stored_height": self.video.stored_height,
@@ -128,6 +205,8 @@ class MediaInfo:
                 "audio_codec": self.audio.codec,
                 "audio_channels": self.audio.channels,
                 "audio_sample_rate": self.audio.sample_rate,
+                "audio_layout": self.audio.layout or None,
+                "audio_languages": [sound.language for sound in self.sounds],
             }
         return shown
 
@@ -182,6 +261,42 @@ def scan_args(info: MediaInfo, *, limit_seconds: float) -> tuple[str, ...]:
     )
 
 
+def may_be_interlaced(video: VideoStream) -> bool:
+    """Whether it is worth to look: an interlaced size and codec, and no word of the file's."""
+    return (
+        not video.interlaced
+        and video.stored_height in (480, 486, 576, 1080)
+        and video.codec in ("mpeg2video", "h264", "vc1", "dvvideo", "mpeg4", "prores", "rawvideo")
+        and (video.frame_rate is None or video.frame_rate <= 30)
+    )
+
+
+def sample_fields_args(video: VideoStream, *, at: float, frames: int) -> tuple[str, ...]:
+    """ffmpeg on some frames: what their fields look like."""
+    return (
+        *("-hide_banner", "-nostdin", "-loglevel", "info", "-nostats"),
+        *(("-ss", f"{at:.3f}") if at > 0 else ()),
+        *INPUT_GUARD,
+        *("-i", "fd:", "-map", f"0:{video.index}", "-frames:v", str(frames)),
+        *("-vf", "idet", "-an", "-sn", "-dn", "-f", "null", "-"),
+    )
+
+
+_FIELDS: Final = re.compile(
+    r"Multi frame detection: TFF:\s*(\d+) BFF:\s*(\d+) Progressive:\s*(\d+)"
+)
+
+
+def looks_interlaced(stderr: str) -> bool:
+    """Whether far more of the sampled frames are combed than not, and all the same way round."""
+    counted = _FIELDS.findall(stderr)
+    if not counted:
+        return False
+    top, bottom, whole = map(int, counted[-1])
+    combed = max(top, bottom)
+    return combed >= 10 and combed > 3 * (whole + min(top, bottom))
+
+
 def parse(text: bytes, settings: Settings) -> MediaInfo:
     """Read ffprobe's answer, and hold the limits against it. Raises Failure."""
     try:
@@ -203,6 +318,7 @@ def parse(text: bytes, settings: Settings) -> MediaInfo:
     sounds = [s for s in streams if s.get("codec_type") == "audio"]
     video = _video(_preferred(moving), settings) if moving else None
     audio = _audio(_preferred(sounds)) if sounds else None
+    covers = [int(s["index"]) for s in pictures if _disposition(s, "attached_pic")]
     if video is None and audio is None:
         raise Failure(Code.CORRUPT_INPUT, "The file holds neither picture nor sound.")
     info = MediaInfo(
@@ -212,12 +328,12 @@ def parse(text: bytes, settings: Settings) -> MediaInfo:
         video=video,
         audio=audio,
         streams=len(streams),
-        subtitles=tuple(
-            str(s.get("codec_name", "unknown"))
-            for s in streams
-            if s.get("codec_type") == "subtitle"
-        ),
-        cover_art=len(moving) < len(pictures),
+        sounds=tuple(_audio(s) for s in sounds if s is _preferred(sounds) or _is_sound(s)),
+        subtitles=tuple(_subtitle(s) for s in streams if s.get("codec_type") == "subtitle"),
+        cover=covers[0] if covers else None,
+        attachments=sum(s.get("codec_type") == "attachment" for s in streams),
+        bit_rate=_integer(found["format"].get("bit_rate")),
+        captions=any(_integer(s.get("closed_captions")) for s in moving),
     )
     check_duration(info.duration_seconds, settings)
     return info
@@ -241,6 +357,15 @@ def detected_type(info: MediaInfo, sniffed: str | None) -> str:
     if sniffed is not None:
         return sniffed
     return guess[info.video is None] if guess else "application/octet-stream"
+
+
+def key_frame_args(video: VideoStream) -> tuple[str, ...]:
+    """ffprobe through the whole file: the time and flags of every packet of the picture."""
+    return (
+        *("-hide_banner", "-loglevel", "error", *INPUT_GUARD),
+        *("-select_streams", str(video.index), "-show_entries", "packet=pts_time,flags"),
+        *("-of", "csv=p=0", "-i", "fd:"),
+    )
 
 
 class Scan:
@@ -304,6 +429,7 @@ def _video(stream: Mapping[str, Any], settings: Settings) -> VideoStream:
     rotation = _rotation(stream)
     shown = _shown_size(width, height, _fraction(stream.get("sample_aspect_ratio"), ":"), rotation)
     transfer = str(stream.get("color_transfer", ""))
+    interlaced = stream.get("field_order") in ("tt", "bb", "tb", "bt")
     pixel_format = str(stream.get("pix_fmt", "unknown"))
     tags = {str(k).lower(): v for k, v in (stream.get("tags") or {}).items()}
     return VideoStream(
@@ -316,18 +442,41 @@ def _video(stream: Mapping[str, Any], settings: Settings) -> VideoStream:
         rotation=rotation,
         frame_rate=rate,
         pixel_format=pixel_format,
-        interlaced=stream.get("field_order") in ("tt", "bb", "tb", "bt"),
+        interlaced=interlaced,
+        interlaced_by="flag" if interlaced else None,
         hdr=_HDR.get(transfer),
         has_alpha="yuva" in pixel_format
         or pixel_format in ("rgba", "bgra", "argb", "abgr")
         or str(tags.get("alpha_mode")) == "1",
         frames=_integer(stream.get("nb_read_packets") or stream.get("nb_frames")),
+        nominal_rate=_fraction(stream.get("r_frame_rate")),
+        profile=str(stream.get("profile", "")),
+        level=_integer(stream.get("level")),
+        bit_rate=_integer(stream.get("bit_rate")),
+        start_seconds=_number(stream.get("start_time")) or 0.0,
+        primaries=str(stream.get("color_primaries", "")),
+        transfer=transfer,
+        matrix=str(stream.get("color_space", "")),
+        range=str(stream.get("color_range", "")),
+        dolby_vision=next(
+            (
+                _integer(side.get("dv_profile"))
+                for side in stream.get("side_data_list") or ()
+                if "DOVI" in str(side.get("side_data_type"))
+            ),
+            None,
+        ),
     )
+
+
+def _is_sound(stream: Mapping[str, Any]) -> bool:
+    codec = str(stream.get("codec_name", "unknown"))
+    return codec in AUDIO_CODECS or codec.startswith("pcm_")
 
 
 def _audio(stream: Mapping[str, Any]) -> AudioStream:
     codec = str(stream.get("codec_name", "unknown"))
-    if codec not in AUDIO_CODECS and not codec.startswith("pcm_"):
+    if not _is_sound(stream):
         raise Failure(
             Code.UNSUPPORTED_CODEC, f"The sound is coded as {_coding(stream)}, which is not taken."
         )
@@ -336,7 +485,42 @@ def _audio(stream: Mapping[str, Any]) -> AudioStream:
         codec=codec,
         channels=_integer(stream.get("channels")) or 2,
         sample_rate=_integer(stream.get("sample_rate")) or 48000,
+        language=_tag(stream, "language"),
+        title=_tag(stream, "title"),
+        layout=str(stream.get("channel_layout", "")),
+        profile=str(stream.get("profile", "")),
+        default=_disposition(stream, "default"),
+        start_seconds=_number(stream.get("start_time")) or 0.0,
+        duration_seconds=_number(stream.get("duration")),
     )
+
+
+_PICTURES_OF_TEXT: Final = frozenset(
+    ("hdmv_pgs_subtitle", "dvd_subtitle", "dvb_subtitle", "xsub", "dvb_teletext", "eia_608")
+)
+
+
+def _subtitle(stream: Mapping[str, Any]) -> SubtitleStream:
+    codec = str(stream.get("codec_name", "unknown"))
+    return SubtitleStream(
+        index=int(stream["index"]),
+        codec=codec,
+        is_text=codec not in _PICTURES_OF_TEXT and codec != "unknown",
+        language=_tag(stream, "language"),
+        title=_tag(stream, "title"),
+        forced=_disposition(stream, "forced"),
+    )
+
+
+def _tag(stream: Mapping[str, Any], name: str) -> str | None:
+    """A short tag as far as it can be printed; languages in lower case."""
+    tags = {str(k).lower(): str(v) for k, v in (stream.get("tags") or {}).items()}
+    text = "".join(c for c in tags.get(name, "") if c.isprintable())[:80].strip()
+    if name == "language":
+        text = text.lower()
+        if not re.fullmatch(r"[a-z]{2,3}(-[a-z0-9]{2,8})*", text) or text == "und":
+            return None
+    return text or None
 
 
 def _preferred(streams: list[Any]) -> Any:

@@ -27,7 +27,7 @@ from mediamill.config import Settings, parse_slots
 from mediamill.egress import Egress, Policy
 from mediamill.estimates import Forecaster
 from mediamill.events import Follower
-from mediamill.handlers import image, preview, video
+from mediamill.handlers import image, pieces, preview, video
 from mediamill.image_children import confined_pool
 from mediamill.installation import Installation
 from mediamill.jobs import Claim
@@ -46,6 +46,8 @@ HANDLERS: Final = {
     "image": image.handle,
     "video": video.handle,
     "audio": video.handle_audio,
+    "video.piece": pieces.handle,
+    "video.sound": pieces.handle_sound,
     "preview": preview.handle,
 }
 _REFRESH_SECONDS: Final = 30.0
@@ -154,7 +156,7 @@ async def _serve_worker(settings: Settings, app: str | None) -> None:
         if swept:
             log.info("scratch_swept", folders=swept)
         scratch = ScratchFolder(settings.scratch_dir, name)
-        toolbox = tools.resolve(settings.ffmpeg, settings.ffprobe)
+        toolbox = tools.resolve(settings.ffmpeg, settings.ffprobe, settings.packager)
         groups = tools.ProcessGroups()
         slots = parse_slots(settings.slots)
         dsn = require_database(settings)

@@ -66,6 +66,13 @@ def sign(keyring: Keyring, grant: Grant) -> str:
     return f"{quote(grant.key)}?{urlencode(query)}"
 
 
+def token(keyring: Keyring, grant: Grant) -> str:
+    """The grant as one segment of a path: when it ends, by which key, and the signature."""
+    version = keyring.newest
+    signature = _signature(keyring.keys[version], grant.message(version))
+    return f"{grant.expires}.{version}.{signature}"
+
+
 def verify(keyring: Keyring, grant: Grant, *, key_id: str, signature: str, now: float) -> None:
     """Raise Refused(SIGNATURE_INVALID or SIGNATURE_EXPIRED) unless the grant was signed by us."""
     version = int(key_id) if key_id.isascii() and key_id.isdigit() and len(key_id) < 10 else -1

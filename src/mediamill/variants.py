@@ -105,6 +105,32 @@ async def reserve(connection: db.Connection, claim: Claim, set_: str) -> None:
     )
 
 
+def pieces_prefix(claim: Claim) -> str:
+    """Where children leave files for their parent: beside the sets, so that they go with them."""
+    assert claim.media_id is not None
+    assert claim.recipe is not None
+    assert claim.recipe_version is not None
+    return set_prefix(
+        claim.tenant_id, claim.media_id, claim.recipe, claim.recipe_version, _pieces(claim)
+    )
+
+
+async def reserve_pieces(connection: db.Connection, claim: Claim) -> None:
+    """Name the place before anything is there; it goes some days later if the parent never does."""
+    key = claim.tenant_id, claim.media_id, claim.recipe, claim.recipe_version
+    await connection.execute(_SQL.reserve_pieces, *key, _pieces(claim))
+
+
+async def forget_pieces(connection: db.Connection, claim: Claim) -> bool:
+    """Whether the children of a job had left anything."""
+    key = claim.tenant_id, claim.media_id, claim.recipe, claim.recipe_version
+    return bool(await connection.fetchval(_SQL.forget_pieces, *key, _pieces(claim)))
+
+
+def _pieces(claim: Claim) -> str:
+    return f"pieces-{claim.parent_id or claim.id}"
+
+
 async def withdraw(
     connection: db.Connection, store: storage.Storage, claim: Claim, set_: str, prefix: str
 ) -> None:
@@ -156,7 +182,7 @@ async def by_key(connection: db.Connection, key: str) -> db.Row | None:
     """The manifest row of a published key; None for anything that was never published or is
     deleted."""
     parts = key.split("/")
-    if len(parts) != 6 or parts[0] != storage.MEDIA:
+    if len(parts) < 6 or parts[0] != storage.MEDIA:
         return None
     try:
         media_id = UUID(parts[2])

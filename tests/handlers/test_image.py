@@ -23,7 +23,7 @@ from tests.test_imaging import clean, near, opened, shows_corners, spot
 from mediamill import config, recipes, sandbox, tools
 from mediamill.config import Settings
 from mediamill.failures import Code, Failure
-from mediamill.handlers import Done, Outcome, Reroute, image
+from mediamill.handlers import Child, Done, Kept, Outcome, Output, Reroute, image
 from mediamill.image_children import confined_pool
 from mediamill.image_pool import ImagePool
 from mediamill.imaging import likeness
@@ -81,6 +81,21 @@ class Desk:
 
     async def show_preview(self, preview: Mapping[str, Any], found: Description) -> None:
         self.told.append(("preview", dict(preview)))
+
+    async def publish_early(self, outputs: Sequence[Output]) -> bool:
+        raise AssertionError("a picture is published once")
+
+    async def children(self) -> list[Child]:
+        return []
+
+    async def slots(self, queue: str) -> int:
+        return 1
+
+    async def keep(self, path: Path) -> Kept:
+        raise AssertionError("it has no parent")
+
+    async def bring(self, kept: Kept, name: str) -> Path:
+        raise AssertionError("it has no children")
 
     async def run_tool(self, command: Command, jail: Jail, **_: Any) -> Finished:
         raise AssertionError(f"no tool is needed for a picture: {command}")

@@ -447,7 +447,7 @@ class Platform:
             for r in self.rows("SELECT set_id FROM sets WHERE media_id = $1", media_uuid(media_id))
         }
         for path in self.files("media", media_id):
-            assert path.parent.name in reserved, f"nobody will ever remove {path}"
+            assert reserved & set(path.parts), f"nobody will ever remove {path}"
         ready = [
             m
             for m in self.transitions(media_id)

@@ -28,6 +28,7 @@ from mediamill.api import (
     jobs,
     media,
     multipart,
+    play,
     problems,
     queues,
     recipes,
@@ -190,7 +191,7 @@ _ROUTES: Final[tuple[_Route, ...]] = (
         media.MediaBody,
         _body(media.Process),
     ),
-    _Route("/v1/media/{media_id}/variants/{name}", "GET", media.read_variant, 307),
+    _Route("/v1/media/{media_id}/variants/{name:path}", "GET", media.read_variant, 307),
     _Route(
         "/v1/media/{media_id}/events", "GET", streams.media_events, more=_stream("last_event_id")
     ),
@@ -355,6 +356,8 @@ _PLAIN: Final[tuple[tuple[str, Endpoint, list[str]], ...]] = (
     ("/uppy/{token}/s3/{rest:path}", multipart.uppy, ["GET", "POST", "DELETE", "OPTIONS"]),
     ("/internal/storage-events/{source}", storage_events.receive, ["POST"]),
     ("/internal/storage-events/{source}", storage_events.may_send, ["OPTIONS"]),
+    ("/play/{token}/{key:path}", play.get, ["GET"]),
+    ("/play/{token}/{key:path}", play.preflight, ["OPTIONS"]),
     ("/problems/{code}", _problem_page, ["GET"]),
     ("/livez", health.livez, ["GET"]),
     ("/readyz", health.readyz, ["GET"]),
@@ -376,11 +379,11 @@ def _add(app: FastAPI, route: _Route) -> None:
     app.router.routes.insert(0, Route(route.path, route.endpoint, methods=[route.method]))
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-        for name in re.findall(r"{(\w+)}", route.path)
+        for name in re.findall(r"{(\w+)", route.path)
     ] + route.more.get("parameters", [])
     problem = {"description": "A problem document (RFC 9457)."}
     app.add_api_route(
-        route.path,
+        route.path.replace(":path}", "}"),
         route.endpoint,
         methods=[route.method],
         status_code=route.status,

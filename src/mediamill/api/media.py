@@ -38,6 +38,7 @@ from mediamill import (
     uploads,
     variants,
 )
+from mediamill.api import play
 from mediamill.api.services import (
     CALLBACK,
     Callback,
@@ -562,13 +563,8 @@ async def read_variant(request: Request) -> Response:
         if original.state == MediaState.FAILED:
             raise Refused(Code.WRONG_STATE, "It failed; there are no variants.")
         raise Refused(Code.NOT_FOUND)
-    signed = here.storage.sign_get(
-        row["key"],
-        expires_at=_url_expiry(here),
-        content_type=row["content_type"],
-        filename=row["name"],
-    )
-    return Response(status_code=307, headers={"Location": signed.url, "Cache-Control": "no-store"})
+    url = _read_address(here, row, _url_expiry(here))
+    return Response(status_code=307, headers={"Location": url, "Cache-Control": "no-store"})
 
 
 async def shown_media(
@@ -673,14 +669,22 @@ async def _job(
 
 
 def _variant(here: Services, variant: dict[str, Any], expires_at: datetime) -> dict[str, Any]:
-    signed = here.storage.sign_get(
+    url = _read_address(here, variant, expires_at)
+    shown = {k: variant[k] for k in Variant.model_fields if k in variant}
+    return shown | {"url": url, "url_expires_at": iso_time(expires_at)}
+
+
+def _read_address(here: Services, variant: db.Row | dict[str, Any], expires_at: datetime) -> str:
+    """A playlist must be read where the relative addresses in it hold; a file comes from
+    storage."""
+    if variant["content_type"] in play.PLAYLISTS:
+        return play.address(here, variant["key"], expires_at)
+    return here.storage.sign_get(
         variant["key"],
         expires_at=expires_at,
         content_type=variant["content_type"],
         filename=variant["name"],
-    )
-    shown = {k: variant[k] for k in Variant.model_fields if k in variant}
-    return shown | {"url": signed.url, "url_expires_at": iso_time(expires_at)}
+    ).url
 
 
 def list_item(row: db.Row) -> dict[str, Any]:

@@ -150,6 +150,7 @@ async def get_object(request: Request) -> Response:
     if row is None:
         raise Refused(Code.NOT_FOUND)
     etag = f'"{row["sha256"]}"'
+    name = row["name"].rpartition("/")[2]
     headers = {
         **_SAFE_HEADERS,
         "ETag": etag,
@@ -157,7 +158,7 @@ async def get_object(request: Request) -> Response:
         "Cache-Control": "private, max-age=31536000, immutable",
         # Our names are ASCII; RFC 8187's form is for what else a name may hold one day.
         "Content-Disposition": (
-            f"inline; filename=\"{row['name']}\"; filename*=UTF-8''{quote(row['name'], safe='')}"
+            f"inline; filename=\"{name}\"; filename*=UTF-8''{quote(name, safe='')}"
         ),
     }
     if etag in request.headers.get("if-none-match", ""):

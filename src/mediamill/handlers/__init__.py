@@ -59,6 +59,24 @@ class Wait:
 Outcome = Done | Reroute | Wait
 
 
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A child that the job waited for, as it ended."""
+
+    key: str
+    state: str
+    result: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A file that one job left in storage for another."""
+
+    key: str
+    version: str
+    bytes: int
+
+
 class Work(Protocol):
     """One attempt, as far as a handler may see and steer it. Every method may raise LeaseLost."""
 
@@ -82,6 +100,22 @@ class Work(Protocol):
 
     async def fetch(self) -> Path:
         """The original, pinned to its accepted version, in a folder that no tool can write to."""
+
+    async def publish_early(self, outputs: Sequence[Output]) -> bool:
+        """Show these outputs as a set of their own while the work goes on; False if the media has a
+        complete set, which stays."""
+
+    async def children(self) -> list[Child]:
+        """The children that it waited for, in the order in which it asked for them."""
+
+    async def slots(self, queue: str) -> int:
+        """How many jobs of a queue the workers seen lately run at once."""
+
+    async def keep(self, path: Path) -> Kept:
+        """Store a file of scratch for the parent job, until it has ended."""
+
+    async def bring(self, kept: Kept, name: str) -> Path:
+        """A kept file, into `out`. Raises Failure(SOURCE_MISSING)."""
 
     async def describe(self, found: Description) -> None:
         """Show what is known about the original, at once."""

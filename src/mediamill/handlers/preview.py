@@ -3,7 +3,7 @@ waits."""
 
 from __future__ import annotations
 
-from mediamill.handlers import Done, Outcome, Work, stills, video
+from mediamill.handlers import Done, Outcome, Work, look, picture, poster, stills
 from mediamill.media import Description
 from mediamill.probe import MediaInfo
 
@@ -13,13 +13,13 @@ _FRAMES = 24
 
 async def handle(work: Work) -> Outcome:
     """Look at the file and one frame of it. Its failure moves nothing: the main job tells why."""
-    info = await video.look(work)
+    info = await look.look(work)
     if not isinstance(info, MediaInfo) or info.video is None:
         return Done(result={"preview": False})
     path = await work.fetch()
-    width, height = video.still_size(info.video, _SIDE)
+    width, height = picture.still_size(info.video, _SIDE)
     await work.enter("preview")
-    still = await video.take_still(work, path, info, width, height, name="preview", frames=_FRAMES)
+    still = await poster.take(work, path, info, width, height, name="preview", frames=_FRAMES)
     await work.show_preview(
         await stills.preview(work, still),
         Description(

@@ -2,7 +2,7 @@
 
 The built-in ones are the JSON files beside this module, `<name>.v<version>.json`; an operator's lie
 in a folder of theirs under names of the same form. The models below are the language; `schema()` is
-its JSON Schema.
+its JSON Schema; those of video and sound lie in video.py.
 """
 
 from __future__ import annotations
@@ -15,20 +15,17 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
 from mediamill.config import ConfigError, ImageLimits
+from mediamill.recipes.fields import Name, Strict
+from mediamill.recipes.video import AudioOutput, VideoOutput
 from mediamill.sniff import HEAD_BYTES, sniff
 
 T = TypeVar("T")
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
 Side = Annotated[int, Field(ge=1, le=16384)]
 Color = Annotated[str, Field(pattern=r"^#[0-9a-f]{6}$")]
 
@@ -38,7 +35,7 @@ _WATERMARK_NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}\.(png|webp|jpg|jpeg)$
 _WATERMARK_FORMATS: Final = ("png", "webp", "jpeg")
 
 
-class ImageFormat(_Strict):
+class ImageFormat(Strict):
     """One file format of an image output, and how well it is to look.
 
     Either `quality` (1 to 100, on the scale of the format's own encoder) or `target_quality`: the
@@ -88,14 +85,14 @@ class ImageFormat(_Strict):
 Formats = tuple[ImageFormat, ...]
 
 
-class FocalPoint(_Strict):
+class FocalPoint(Strict):
     """What must stay in the picture, as fractions of its shown width and height."""
 
     x: float = Field(ge=0, le=1)
     y: float = Field(ge=0, le=1)
 
 
-class Watermark(_Strict):
+class Watermark(Strict):
     """A picture of the operator's that is laid over an output. Never enlarged."""
 
     image: str = Field(
@@ -121,7 +118,7 @@ class Watermark(_Strict):
 Crop = Literal["center", "attention"]
 
 
-class ImageOutput(_Strict):
+class ImageOutput(Strict):
     """One named picture in one or more formats: `<name>.<ending of the format>`. What is left out
     is taken from the image part of the recipe. Never enlarged."""
 
@@ -157,7 +154,7 @@ class ImageOutput(_Strict):
         return value and _each_once(value, [f.format for f in value], "formats")
 
 
-class ImageOutputs(_Strict):
+class ImageOutputs(Strict):
     """The outputs of an image: a grid of widths (or heights) and formats, named outputs, or both.
 
     The grid gives `w320.avif`, `w320.jpg` …: never enlarged, sides above the source give its own.
@@ -239,44 +236,7 @@ def _each_once(value: T, names: Iterable[object], what: str) -> T:
     return value
 
 
-class Mp4Output(_Strict):
-    """A progressive H.264/AAC MP4 that plays while it loads. Never enlarged."""
-
-    type: Literal["mp4"]
-    name: Name = "video"
-    short_side: int = Field(
-        default=720, ge=96, le=4320, description="Pixels of the shorter side: 720 is 720p."
-    )
-    crf: int = Field(default=23, ge=10, le=40)
-    preset: Literal["ultrafast", "superfast", "veryfast", "faster", "fast", "medium", "slow"] = (
-        "veryfast"
-    )
-    max_video_kbps: int = Field(default=4000, ge=100, le=100_000)
-    audio_kbps: int = Field(default=128, ge=32, le=512)
-    max_frame_rate: float = Field(default=60.0, ge=1, le=240)
-
-
-class PosterOutput(_Strict):
-    """A still of the video at a good frame, as JPEG."""
-
-    type: Literal["poster"]
-    name: Name = "poster"
-    short_side: int = Field(default=720, ge=96, le=4320)
-    quality: int = Field(default=82, ge=1, le=100)
-
-
-class M4aOutput(_Strict):
-    """The sound as AAC in an MP4 file that plays while it loads."""
-
-    type: Literal["m4a"]
-    name: Name = "audio"
-    kbps: int = Field(default=128, ge=32, le=512)
-
-
-VideoOutput = Annotated[Mp4Output | PosterOutput, Field(discriminator="type")]
-
-
-class Recipe(_Strict):
+class Recipe(Strict):
     """A named list of wanted outputs, for one or more kinds of media."""
 
     schema_version: Literal[1] = 1
@@ -284,7 +244,13 @@ class Recipe(_Strict):
     version: int = Field(ge=1)
     image: ImageOutputs | None = None
     video: tuple[VideoOutput, ...] | None = Field(default=None, min_length=1, max_length=16)
-    audio: tuple[M4aOutput, ...] | None = Field(default=None, min_length=1, max_length=16)
+    audio: tuple[AudioOutput, ...] | None = Field(default=None, min_length=1, max_length=16)
+
+    pieces: bool | None = Field(
+        default=None,
+        description="Whether long video may be encoded in pieces by all workers; null leaves it to "
+        "the setting piece_threshold_seconds.",
+    )
 
     @model_validator(mode="after")
     def _something(self) -> Recipe:

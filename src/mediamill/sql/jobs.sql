@@ -15,20 +15,22 @@ WITH wanted AS (
 ), born AS (
     INSERT INTO jobs (tenant_id, id, state, kind, queue, role, schema_version, payload, priority,
                       run_at, max_attempts, timeout_seconds, dedup_key, parent_id, child_key, weight,
-                      turn)
-    SELECT $1, id, 'queued', kind, queue, 'job', schema_version, payload::jsonb, priority,
-           now() + delay, max_attempts, timeout_seconds, dedup_key, $14::uuid, child_key, weight,
-           mediamill_turn(queue, priority, $1)
-               + row_number() OVER (PARTITION BY queue, priority ORDER BY position) - 1
-    FROM wanted
+                      turn, media_id, recipe, recipe_version, generation)
+    SELECT $1, w.id, 'queued', w.kind, w.queue, 'job', w.schema_version, w.payload::jsonb, w.priority,
+           now() + w.delay, w.max_attempts, w.timeout_seconds, w.dedup_key, $14::uuid, w.child_key,
+           w.weight,
+           mediamill_turn(w.queue, w.priority, $1)
+               + row_number() OVER (PARTITION BY w.queue, w.priority ORDER BY w.position) - 1,
+           p.media_id, p.recipe, p.recipe_version, p.generation
+    FROM wanted AS w LEFT JOIN jobs AS p ON p.tenant_id = $1 AND p.id = $14
     ON CONFLICT DO NOTHING
-    RETURNING tenant_id, id, queue, priority, turn, run_at
+    RETURNING tenant_id, id, queue, priority, turn, run_at, media_id
 ), logged AS (
-    INSERT INTO transitions (tenant_id, subject, job_id, to_state)
-    SELECT tenant_id, 'job', id, 'queued' FROM born
+    INSERT INTO transitions (tenant_id, subject, media_id, job_id, to_state)
+    SELECT tenant_id, 'job', media_id, id, 'queued' FROM born
 ), announced AS (
-    INSERT INTO events (tenant_id, type, job_id, data)
-    SELECT tenant_id, 'job.queued', id, jsonb_build_object('state', 'queued') FROM born
+    INSERT INTO events (tenant_id, type, media_id, job_id, data)
+    SELECT tenant_id, 'job.queued', media_id, id, jsonb_build_object('state', 'queued') FROM born
 )
 SELECT id, queue, priority, turn FROM born
 
@@ -44,7 +46,8 @@ WHERE tenant_id = $1 AND kind = $2 AND dedup_key = $3 AND state IN ('queued', 'p
 WITH claimed AS (
     UPDATE jobs AS j
     SET state = 'processing', attempt = j.attempt + 1, fence = j.fence + 1, worker = $3,
-        lease_until = now() + $4::interval, stage = NULL, progress = 0, error = NULL,
+        lease_until = now() + $4::interval, stage = NULL, progress = coalesce(j.progress, 0),
+        error = NULL,
         started_at = now(), version = j.version + 1
     FROM unnest($1::text[], $2::uuid[], $5::text[]) AS ticket (tenant_id, id, queue)
     WHERE j.tenant_id = ticket.tenant_id AND j.id = ticket.id AND j.queue = ticket.queue
@@ -345,7 +348,14 @@ SELECT 1 FROM waiting
 
 -- name: child_ended
 -- A child reached its end: counted down under the parent's row lock.
-UPDATE jobs SET pending_children = pending_children - 1, version = version + 1
+-- Of a media it shows how far that is; there they are few enough to be counted.
+UPDATE jobs
+SET pending_children = pending_children - 1, version = version + 1,
+    progress = CASE WHEN media_id IS NULL THEN progress ELSE
+        greatest(coalesce(progress, 0), 5 + 80 * (1 - (pending_children - 1)::real / (
+            SELECT greatest(count(*), 1) FROM jobs AS c
+            WHERE c.tenant_id = $1 AND c.parent_id = $2 AND NOT c.superseded)))
+    END
 WHERE tenant_id = $1 AND id = $2 AND state = 'processing' AND pending_children > 0
 RETURNING pending_children, fence
 
@@ -492,10 +502,11 @@ SELECT CASE WHEN NOT superseded THEN parent_id END AS parent_id FROM ended
 
 -- name: cancel_of_media
 -- The live jobs of a media, for the caller to cancel one by one. Locked together and before the media:
--- a worker locks its job first and then the media, and the other way round would be a deadlock.
-SELECT id FROM jobs
+-- a worker locks its job first and then the media, and the other way round would be a deadlock. For the
+-- same reason children come before their parents.
+SELECT id, parent_id FROM jobs
 WHERE tenant_id = $1 AND media_id = $2 AND state IN ('queued', 'processing')
-ORDER BY id
+ORDER BY parent_id NULLS LAST, id
 FOR UPDATE
 
 -- name: replay

@@ -205,6 +205,29 @@ WITH ready AS (
 )
 SELECT 1 FROM ready
 
+-- name: publish_early
+-- A first set for readers while the work goes on, unless there is a complete one. The caller writes the
+-- manifest in the same transaction.
+WITH shown AS (
+    UPDATE media
+    SET version = version + 1
+    WHERE tenant_id = $1 AND id = $2 AND generation = $3 AND state = 'processing'
+      AND set_id IS NULL AND deleted_at IS NULL
+    RETURNING *
+), superseded AS (
+    UPDATE sets AS s
+    SET superseded_at = now(), expires_at = now() + $6::interval
+    FROM shown AS m
+    WHERE s.tenant_id = m.tenant_id AND s.media_id = m.id AND s.superseded_at IS NULL
+      AND s.set_id <> $4
+), announced AS (
+    INSERT INTO events (tenant_id, type, media_id, job_id, data)
+    SELECT tenant_id, 'variant.ready', id, $5::uuid,
+           jsonb_build_object('state', 'processing', 'set', $4::text, 'variants', $7::text[])
+    FROM shown
+)
+SELECT 1 FROM shown
+
 -- name: get
 -- Everything that the status shows, in one read: the media, its main job, and its manifest.
 SELECT m.*,
@@ -236,7 +259,7 @@ WHERE tenant_id = $1 AND id = $2
 -- name: for_work
 -- What an attempt needs to know of its media.
 SELECT id, kind, filename, content_type, size, sha256, upload_key, object_version, detected_type,
-       recipe, recipe_version, generation, preview, deleted_at, state, metadata
+       recipe, recipe_version, generation, preview, deleted_at, state, metadata, set_id
 FROM media WHERE tenant_id = $1 AND id = $2
 
 -- name: list

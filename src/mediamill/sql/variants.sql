@@ -43,6 +43,18 @@ ON CONFLICT (tenant_id, media_id, recipe, recipe_version, set_id)
 DO UPDATE SET expires_at = greatest(sets.expires_at, now() + interval '1 hour')
 WHERE sets.superseded_at IS NOT NULL
 
+-- name: reserve_pieces
+-- What the pieces of a long encode leave for each other: a set that is never published.
+INSERT INTO sets (tenant_id, media_id, recipe, recipe_version, set_id, superseded_at, expires_at)
+VALUES ($1, $2, $3, $4, $5, now(), now() + interval '7 days')
+ON CONFLICT (tenant_id, media_id, recipe, recipe_version, set_id)
+DO UPDATE SET expires_at = now() + interval '7 days'
+
+-- name: forget_pieces
+DELETE FROM sets
+WHERE tenant_id = $1 AND media_id = $2 AND recipe = $3 AND recipe_version = $4 AND set_id = $5
+RETURNING 1
+
 -- name: withdraw
 -- Takes the place of a set that nobody has: until the caller commits, nobody else can reserve it.
 INSERT INTO sets (tenant_id, media_id, recipe, recipe_version, set_id, superseded_at, expires_at)
