@@ -41,6 +41,7 @@ _EXCERPT_BYTES: Final = 4096
 _IN_FLIGHT: Final = 2
 _LEASE_SLACK_SECONDS: Final = 15.0
 _POLL_SECONDS: Final = 0.25
+_GATHER_SECONDS: Final = 0.02
 _BREAKER_MOST_SECONDS: Final = 3600.0
 _RETRY_AFTER_MOST_SECONDS: Final = 86400
 _WORN_OUT_FAILURES: Final = 20
@@ -450,7 +451,9 @@ class Courier:
         self._landed.clear()
         if full:
             await self._landed.wait()
-        elif not busy:
+        if busy:  # a claim for many costs as much as one for one
+            await asyncio.sleep(_GATHER_SECONDS)
+        elif not full:
             try:
                 async with asyncio.timeout(_POLL_SECONDS):
                     await self._landed.wait()
@@ -483,6 +486,7 @@ class Courier:
 
     async def _claim(self, free: int) -> list[Parcel]:
         async with db.transaction(self._pool) as connection:
+            await connection.execute(_SQL.lazily)
             await connection.execute(_SQL.lock_claims)
             rows = await connection.fetch(
                 _SQL.claim,
@@ -585,6 +589,7 @@ class Courier:
     async def _record(self, parcel: Parcel, outcome: Outcome, decision: Decision) -> None:
         settings = self._settings
         async with db.transaction(self._pool) as connection:
+            await connection.execute(_SQL.lazily)
             row = await connection.fetchrow(
                 _SQL.record,
                 parcel.tenant_id,
