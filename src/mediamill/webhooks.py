@@ -39,7 +39,6 @@ BODY_BYTES: Final = 64 << 10
 """A larger payload is sent thin, with `truncated`."""
 _EXCERPT_BYTES: Final = 4096
 _IN_FLIGHT: Final = 2
-_LEASE_SLACK_SECONDS: Final = 15.0
 _POLL_SECONDS: Final = 0.25
 _GATHER_SECONDS: Final = 0.02
 _BREAKER_MOST_SECONDS: Final = 3600.0
@@ -427,7 +426,7 @@ class Courier:
             total_seconds=settings.webhook_timeout_seconds,
             first_byte_seconds=min(10.0, settings.webhook_timeout_seconds),
         )
-        self._lease = settings.webhook_timeout_seconds + _LEASE_SLACK_SECONDS
+        self._lease = 2 * settings.webhook_timeout_seconds
 
     async def run(self) -> None:
         """Deliver until canceled; what is on its way then is canceled too and sent again by
@@ -537,7 +536,8 @@ class Courier:
         )
         # Past the lease another courier has it; until then an outage is waited for.
         await db.outlast(
-            lambda: self._record(parcel, outcome, decision), seconds=_LEASE_SLACK_SECONDS
+            lambda: self._record(parcel, outcome, decision),
+            seconds=self._settings.webhook_timeout_seconds,
         )
 
     async def _send(self, parcel: Parcel) -> Outcome:
