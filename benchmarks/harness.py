@@ -58,14 +58,14 @@ class Stand:
 
 
 @contextmanager
-def stand() -> Iterator[Stand]:
+def stand(**more: Any) -> Iterator[Stand]:
     """An embedded PostgreSQL and everything that an API or a worker needs to start."""
     folder = Path(tempfile.mkdtemp(prefix="mediamill-bench-"))
     folder.chmod(0o755)  # the embedded server may run as another user
     server = Embedded(folder / "postgres")
     try:
         dsn = server.start()
-        settings = config.load(data_dir=folder, database_url=dsn, port=free_port())
+        settings = config.load(data_dir=folder, database_url=dsn, port=free_port(), **more)
         installed, key = asyncio.run(_prepare(settings))
         store = open_local(
             settings.objects_dir, installed.id, lambda: installed.keyring, settings.base_url
@@ -96,14 +96,20 @@ async def database(dsn: str) -> AsyncIterator[db.Connection]:
 
 
 @contextmanager
-def service(here: Stand, name: str, *, slots: str | None = None) -> Iterator[int]:
+def service(
+    here: Stand, name: str, *, slots: str | None = None, app: str | None = None
+) -> Iterator[int]:
     """`mediamill api` or `mediamill worker` as `mediamill up` starts it; the process id."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("MEDIAMILL_")}
     given = here.settings.model_dump(mode="json", exclude_none=True)
     if slots is not None:
         given["slots"] = slots
-    env |= {f"MEDIAMILL_{k.upper()}": str(v) for k, v in given.items()}
+    env |= {
+        f"MEDIAMILL_{k.upper()}": json.dumps(v) if isinstance(v, (dict, list)) else str(v)
+        for k, v in given.items()
+    }
     argv = [sys.executable, "-m", "mediamill", "--bound-to", str(os.getpid()), name]
+    argv += [] if app is None else ["--app", app]
     with process(argv, env=env, log=here.work / f"{name}.log") as pid:
         if name == "api":
             await_answer(f"{here.settings.base_url}/readyz", pid)

@@ -6,10 +6,16 @@ import asyncio
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Iterable
+from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address, ip_network
+from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.sink import Answer, listening, saying
@@ -361,7 +367,8 @@ async def never(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     ],
 )
 async def test_a_hostile_answer_costs_little_and_ends(answer: Answer, kind: str) -> None:
-    caps = Caps(total_seconds=0.6, first_byte_seconds=0.6)
+    seconds = 0.6 if kind == "timeout" else 20.0
+    caps = Caps(total_seconds=seconds, first_byte_seconds=seconds)
     async with listening(answer) as seen:
         with pytest.raises(Unreachable) as caught:
             async with opened().call("GET", f"http://localhost:{seen.port}/", caps=caps) as reply:
@@ -451,3 +458,64 @@ def test_certificates_are_always_checked() -> None:
     context = Egress(Policy())._tls
     assert context.verify_mode is ssl.CERT_REQUIRED
     assert context.check_hostname
+
+
+def certificate(folder: Path, name: str) -> tuple[Path, Path]:
+    """A self-signed certificate for a name, and its key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    now = datetime.now(UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(hours=1))
+        .not_valid_after(now + timedelta(hours=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    chain, secret = folder / "chain.pem", folder / "key.pem"
+    chain.write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    secret.write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+    )
+    return chain, secret
+
+
+async def test_the_certificate_is_checked_for_the_name_though_the_address_is_pinned(
+    tmp_path: Path,
+) -> None:
+    chain, secret = certificate(tmp_path, "hooks.example")
+    theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    theirs.load_cert_chain(chain, secret)
+    names: list[str | None] = []
+    theirs.sni_callback = lambda _, name, __: names.append(name)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 204 OK\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=theirs)
+    port = server.sockets[0].getsockname()[1]
+    trusting = ssl.create_default_context(cafile=str(chain))
+    timings = Timings()
+    async with server:
+        way = opened(tls=trusting, resolver=naming(["127.0.0.1"]))
+        async with way.call("GET", f"https://hooks.example:{port}/", timings=timings) as reply:
+            assert reply.status == 204
+        assert names == ["hooks.example"]
+        assert timings.tls_ms is not None
+        for other, context in (("other.example", trusting), ("hooks.example", None)):
+            way = opened(tls=context, resolver=naming(["127.0.0.1"]))
+            with pytest.raises(Unreachable) as caught:
+                async with way.call("GET", f"https://{other}:{port}/"):
+                    pass
+            assert caught.value.kind == "tls"

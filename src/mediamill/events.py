@@ -82,9 +82,12 @@ def shown(row: db.Row, *, version: int = 1, thin: bool = False) -> dict[str, Any
         if "preview" in said:
             data["preview"] = said["preview"]
         if row["type"].startswith("media.") and row["media_state"] is not None:
-            data |= {name: row[name] for name in _MEDIA_FACTS}
+            data |= {"metadata": row["metadata"], "size": row["size"]}
+            if row["type"] in _PROBED:
+                data |= {name: row[name] for name in _FACTS}
         if row["variants"] is not None:
             data["variants"] = row["variants"]
+            data |= {"recipe": row["set_recipe"], "recipe_version": row["set_recipe_version"]}
         if row["type"] in ("media.ready", "job.completed"):
             data["progress"] = 100.0
     return {
@@ -96,17 +99,9 @@ def shown(row: db.Row, *, version: int = 1, thin: bool = False) -> dict[str, Any
     }
 
 
-_MEDIA_FACTS: Final = (
-    "kind",
-    "recipe",
-    "recipe_version",
-    "generation",
-    "metadata",
-    "size",
-    "width",
-    "height",
-    "duration_seconds",
-)
+# Only what does not change any more: an event is told as it was, however late.
+_PROBED: Final = frozenset({"media.preview", "media.ready"})
+_FACTS: Final = ("kind", "width", "height", "duration_seconds")
 
 
 def _error(stored: dict[str, Any]) -> dict[str, Any]:

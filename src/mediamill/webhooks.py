@@ -39,8 +39,8 @@ BODY_BYTES: Final = 64 << 10
 """A larger payload is sent thin, with `truncated`."""
 _EXCERPT_BYTES: Final = 4096
 _IN_FLIGHT: Final = 2
-_LEASE_SLACK_SECONDS: Final = 15.0
 _POLL_SECONDS: Final = 0.25
+_GATHER_SECONDS: Final = 0.02
 _BREAKER_MOST_SECONDS: Final = 3600.0
 _RETRY_AFTER_MOST_SECONDS: Final = 86400
 _WORN_OUT_FAILURES: Final = 20
@@ -426,7 +426,7 @@ class Courier:
             total_seconds=settings.webhook_timeout_seconds,
             first_byte_seconds=min(10.0, settings.webhook_timeout_seconds),
         )
-        self._lease = settings.webhook_timeout_seconds + _LEASE_SLACK_SECONDS
+        self._lease = 2 * settings.webhook_timeout_seconds
 
     async def run(self) -> None:
         """Deliver until canceled; what is on its way then is canceled too and sent again by
@@ -450,7 +450,9 @@ class Courier:
         self._landed.clear()
         if full:
             await self._landed.wait()
-        elif not busy:
+        if busy:  # a claim for many costs as much as one for one
+            await asyncio.sleep(_GATHER_SECONDS)
+        elif not full:
             try:
                 async with asyncio.timeout(_POLL_SECONDS):
                     await self._landed.wait()
@@ -483,6 +485,7 @@ class Courier:
 
     async def _claim(self, free: int) -> list[Parcel]:
         async with db.transaction(self._pool) as connection:
+            await connection.execute(_SQL.lazily)
             await connection.execute(_SQL.lock_claims)
             rows = await connection.fetch(
                 _SQL.claim,
@@ -533,7 +536,8 @@ class Courier:
         )
         # Past the lease another courier has it; until then an outage is waited for.
         await db.outlast(
-            lambda: self._record(parcel, outcome, decision), seconds=_LEASE_SLACK_SECONDS
+            lambda: self._record(parcel, outcome, decision),
+            seconds=self._settings.webhook_timeout_seconds,
         )
 
     async def _send(self, parcel: Parcel) -> Outcome:
@@ -585,6 +589,7 @@ class Courier:
     async def _record(self, parcel: Parcel, outcome: Outcome, decision: Decision) -> None:
         settings = self._settings
         async with db.transaction(self._pool) as connection:
+            await connection.execute(_SQL.lazily)
             row = await connection.fetchrow(
                 _SQL.record,
                 parcel.tenant_id,

@@ -175,13 +175,72 @@ def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
     return inlined
 
 
-_WAIT: Final = {"parameters": [{"name": "wait", "in": "query", "schema": {"type": "integer"}}]}
+def _header(name: str, says: str) -> dict[str, Any]:
+    return {"name": name, "in": "header", "description": says, "schema": {"type": "string"}}
+
+
+_WAIT: Final[dict[str, Any]] = {
+    "parameters": [
+        {
+            "name": "wait",
+            "in": "query",
+            "description": "Seconds to wait for a change, at most 25.",
+            "schema": {"type": "integer", "minimum": 0, "maximum": 999_999_999},
+        },
+        _header("Prefer", "`wait=N` is the same as the parameter."),
+        _header("If-None-Match", "The ETag of the last answer: 304 while nothing has changed."),
+    ],
+    "responses": {"304": {"description": "Nothing has changed."}},
+}
+
+
+def _also(status: int, says: str) -> dict[str, Any]:
+    """Another success, for the schema."""
+    return {"responses": {str(status): {"description": says}}}
+
+
+_IF_MATCH: Final = {
+    "parameters": [_header("If-Match", "The ETag of what is changed; without it 428.")],
+    "responses": {
+        "412": {"description": "It was changed by somebody else."},
+        "428": {"description": "If-Match is missing."},
+    },
+}
+_WAIT_ONLY: Final = {"parameters": _WAIT["parameters"][:2]}
+_ONCE: Final = _header(
+    "Idempotency-Key", "A repeat with the same key is answered again and not done again."
+)
+# Creates. Others of POST are safe to repeat by what they do.
+_KEYED: Final = frozenset(
+    {
+        media.create_media,
+        media.process_media,
+        jobs.create_job,
+        webhooks.create_endpoint,
+        webhooks.rotate_secret,
+        webhooks.test_endpoint,
+    }
+)
 _ROUTES: Final[tuple[_Route, ...]] = (
-    _Route("/v1/media", "POST", media.create_media, 201, media.SlotBody, _CREATE_BODY),
+    _Route(
+        "/v1/media",
+        "POST",
+        media.create_media,
+        201,
+        media.SlotBody,
+        {**_CREATE_BODY, **_also(202, "The file of a form is accepted and queued.")},
+    ),
     _Route("/v1/media", "GET", media.list_media, more=_query("state")),
     _Route("/v1/media/{media_id}", "GET", media.read_media, 200, media.MediaBody, _WAIT),
     _Route("/v1/media/{media_id}", "DELETE", media.delete_media, 202),
-    _Route("/v1/media/{media_id}/complete", "POST", media.complete_media, 202, media.MediaBody),
+    _Route(
+        "/v1/media/{media_id}/complete",
+        "POST",
+        media.complete_media,
+        202,
+        media.MediaBody,
+        _also(200, "There is no work ahead of it any more."),
+    ),
     _Route("/v1/media/{media_id}/timeline", "GET", media.read_timeline),
     _Route(
         "/v1/media/{media_id}/process",
@@ -241,12 +300,29 @@ _ROUTES: Final[tuple[_Route, ...]] = (
         recipes.RecipeBody,
         {"parameters": [{"name": "version", "in": "query", "schema": {"type": "integer"}}]},
     ),
-    _Route("/v1/jobs", "POST", jobs.create_job, 202, None, _body(jobs.NewJob)),
+    _Route(
+        "/v1/jobs",
+        "POST",
+        jobs.create_job,
+        202,
+        None,
+        {
+            **_body(jobs.NewJob),
+            **_WAIT_ONLY,
+            **_also(200, "A live job has its dedup key, or it ended while the client waited."),
+        },
+    ),
     _Route("/v1/jobs", "GET", jobs.list_jobs, more=_query("state", "kind", "queue")),
     _Route("/v1/jobs/{job_id}", "GET", jobs.read_job, more=_WAIT),
     _Route("/v1/jobs/{job_id}/timeline", "GET", jobs.read_job_timeline),
     _Route("/v1/jobs/{job_id}/events", "GET", streams.job_events, more=_stream("last_event_id")),
-    _Route("/v1/jobs/{job_id}/cancel", "POST", jobs.cancel_job, 202),
+    _Route(
+        "/v1/jobs/{job_id}/cancel",
+        "POST",
+        jobs.cancel_job,
+        202,
+        more=_also(200, "It had ended already."),
+    ),
     _Route("/v1/jobs/{job_id}/replay", "POST", jobs.replay_job, 202),
     _Route("/v1/events", "GET", streams.tenant_events, more=_stream("last_event_id", "types")),
     _Route(
@@ -299,9 +375,15 @@ _ROUTES: Final[tuple[_Route, ...]] = (
         webhooks.change_endpoint,
         200,
         webhooks.EndpointBody,
-        _body(webhooks.EndpointChange),
+        {**_body(webhooks.EndpointChange), **_IF_MATCH},
     ),
-    _Route("/v1/webhook-endpoints/{endpoint_id}", "DELETE", webhooks.delete_endpoint, 204),
+    _Route(
+        "/v1/webhook-endpoints/{endpoint_id}",
+        "DELETE",
+        webhooks.delete_endpoint,
+        204,
+        more=_IF_MATCH,
+    ),
     _Route(
         "/v1/webhook-endpoints/{endpoint_id}/rotate-secret",
         "POST",
@@ -381,6 +463,8 @@ def _add(app: FastAPI, route: _Route) -> None:
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in re.findall(r"{(\w+)", route.path)
     ] + route.more.get("parameters", [])
+    if route.endpoint in _KEYED:
+        parameters.append(_ONCE)
     problem = {"description": "A problem document (RFC 9457)."}
     app.add_api_route(
         route.path.replace(":path}", "}"),

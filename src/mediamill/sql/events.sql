@@ -23,8 +23,9 @@ SELECT coalesce((SELECT id FROM events ORDER BY id LIMIT 1),
 -- name: told
 -- These events with what there is to say about their media.
 SELECT e.tenant_id, e.id, e.event_id, e.type, e.media_id, e.job_id, e.data, e.at,
-       m.state AS media_state, m.kind, m.recipe, m.recipe_version, m.generation, m.metadata,
-       m.width, m.height, m.duration_seconds, m.size, manifest.variants
+       m.state AS media_state, m.kind, m.metadata, m.size, m.width, m.height, m.duration_seconds,
+       manifest.recipe AS set_recipe, manifest.recipe_version AS set_recipe_version,
+       manifest.variants
 FROM unnest($1::bigint[]) AS wanted (id)
 JOIN events AS e ON e.id = wanted.id
 LEFT JOIN media AS m ON m.tenant_id = e.tenant_id AND m.id = e.media_id AND m.deleted_at IS NULL
@@ -32,7 +33,8 @@ LEFT JOIN LATERAL (
     SELECT jsonb_agg(jsonb_build_object(
                'name', v.name, 'content_type', v.content_type, 'bytes', v.bytes,
                'sha256', v.sha256, 'width', v.width, 'height', v.height,
-               'duration_seconds', v.duration_seconds) ORDER BY v.position) AS variants
+               'duration_seconds', v.duration_seconds) ORDER BY v.position) AS variants,
+           min(v.recipe) AS recipe, min(v.recipe_version) AS recipe_version
     FROM variants AS v
     WHERE e.type IN ('media.ready', 'variant.ready')
       AND v.tenant_id = m.tenant_id AND v.media_id = m.id AND v.set_id = e.data ->> 'set'

@@ -90,6 +90,11 @@ VALUES ($1, 'endpoint.disabled', jsonb_build_object('endpoint', $2::text, 'reaso
 -- name: any_due
 SELECT EXISTS (SELECT 1 FROM deliveries WHERE state = 'pending' AND due_at <= now())
 
+-- name: lazily
+-- A crash of the server may forget the last moments of this: then a delivery is sent again, as it may
+-- be anyhow, and nobody waits for the disk.
+SET LOCAL synchronous_commit = off
+
 -- name: lock_claims
 -- One claims at a time in the fleet, so that what is in flight is counted right.
 SELECT pg_advisory_xact_lock(hashtext('mediamill webhooks'))

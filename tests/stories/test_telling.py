@@ -1,0 +1,231 @@
+"""What clients are told, through real processes: streams and webhooks, over deaths and outages."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from standardwebhooks.webhooks import Webhook
+from tests.stories.clips import Clips
+from tests.stories.harness import Body, Platform, until
+
+from mediamill.client import Client
+
+LOCAL = '["127.0.0.0/8"]'
+QUICK: dict[str, object] = {
+    "egress_allow_networks": LOCAL,
+    "webhook_timeout_seconds": 1.0,
+    "webhook_schedule_seconds": "[0.3, 0.3, 0.5, 1, 1, 1, 1, 1, 1, 1, 1, 1]",
+    "webhook_breaker_seconds": 0.5,
+}
+
+
+@dataclass(slots=True)
+class Receiver:
+    """A web server of somebody's own."""
+
+    port: int = 0
+    letters: list[tuple[dict[str, str], bytes]] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/hooks"
+
+    def bodies(self) -> list[Body]:
+        return [json.loads(body) for _, body in list(self.letters)]
+
+
+@contextmanager
+def receiving(port: int = 0, status: Callable[[int], int] = lambda n: 204) -> Iterator[Receiver]:
+    """`status` tells what the nth request is answered."""
+    receiver = Receiver()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            receiver.letters.append(({k.lower(): v for k, v in self.headers.items()}, body))
+            self.send_response(status(len(receiver.letters)))
+            self.end_headers()
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    receiver.port = server.server_port
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield receiver
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def register(platform: Platform, url: str, **more: object) -> Body:
+    answer = platform.http.post("/v1/webhook-endpoints", json={"url": url, **more})
+    assert answer.status_code == 201, answer.text
+    body: Body = answer.json()
+    return body
+
+
+def told(platform: Platform) -> Counter[str]:
+    """Every event of the log, by its public id."""
+    from mediamill import ids
+
+    rows = platform.rows("SELECT event_id FROM events")
+    return Counter(ids.encode(ids.EVENT, row["event_id"]) for row in rows)
+
+
+def test_stream_and_webhooks_tell_the_same_from_upload_to_ready(
+    make_platform: Callable[..., Platform], clips: Clips
+) -> None:
+    platform = make_platform(**QUICK)
+    api = platform.start_api()
+    platform.start_worker("image=1,webhook=4,maintenance=1")
+    with receiving() as receiver:
+        endpoint = register(platform, receiver.url)
+        slot = platform.open_slot(len(clips.large_photo), "photo.jpg")
+        heard: list[tuple[str | None, str, Body]] = []
+
+        def watch() -> None:
+            with Client(platform.url, platform.http.headers["authorization"][7:]) as client:
+                for number, type_, data in client.stream(f"{slot['links']['self']}/events"):
+                    heard.append((number, type_, json.loads(data)))
+
+        watching = threading.Thread(target=watch)
+        watching.start()
+        until(lambda: heard, seconds=20, why="no snapshot came")
+        platform.put(slot, clips.large_photo)
+        platform.complete(slot["id"])
+        platform.wait_for_state(slot["id"], "ready")
+        watching.join(20)
+        assert not watching.is_alive()
+        wanted = told(platform)
+        until(
+            lambda: len(receiver.letters) >= wanted.total(),
+            seconds=20,
+            why=f"{len(receiver.letters)} of {wanted.total()} events came",
+        )
+        checker = Webhook(endpoint["secret"])
+        for headers, body in receiver.letters:
+            checker.verify(body, headers)
+        by_webhook = {body["id"]: body for body in receiver.bodies()}
+    assert Counter(body["id"] for body in receiver.bodies()) == wanted
+    assert heard[0][1] == "snapshot"
+    assert heard[-1][1] == "media.ready"
+    streamed = [body for number, _, body in heard[1:] if number is not None]
+    assert streamed
+    for one in streamed:
+        assert by_webhook[one["id"]] == one
+    assert len(heard[-1][2]["data"]["variants"]) == 12
+    percents = [b["data"]["progress"] for _, t, b in heard if t == "job.progress"]
+    assert all(p is None or 0 <= p <= 100 for p in percents)
+    known = [p for p in percents if p is not None]
+    assert known == sorted(known)
+    assert api.stop() in (0, -signal.SIGTERM)  # uvicorn ends by the signal that it was sent
+
+
+def test_a_courier_that_is_killed_after_sending_sends_again_under_the_same_id(
+    make_platform: Callable[..., Platform],
+) -> None:
+    platform = make_platform(**QUICK)
+    platform.start_api()
+    with receiving() as receiver:
+        register(platform, receiver.url, types=["media.uploaded", "media.queued"])
+        first = platform.start_worker("webhook=2", failpoint="webhook.sent:kill9:1")
+        platform.upload(b"no picture", "p.jpg")
+        until(lambda: not first.alive, seconds=20, why="the worker did not meet its failpoint")
+        sent = len(receiver.letters)
+        assert sent >= 1
+        assert platform.value("SELECT count(*) FROM deliveries WHERE state = 'pending'") == 2
+        platform.start_worker("webhook=2")
+        until(
+            lambda: platform.value("SELECT count(*) FROM deliveries WHERE state = 'pending'") == 0,
+            seconds=30,
+            why="a delivery is still pending",
+        )
+    seen = Counter(headers["webhook-id"] for headers, _ in receiver.letters)
+    assert len(seen) == 2
+    assert seen.total() == 2 + sent
+    for headers, body in receiver.letters:
+        assert json.loads(body)["id"] == headers["webhook-id"]
+
+
+def test_every_event_of_an_outage_arrives_or_is_given_up_and_can_be_recovered(
+    make_platform: Callable[..., Platform],
+) -> None:
+    """The receiver is down, then answers 500 for a while; one endpoint never comes back."""
+    platform = make_platform(**QUICK)
+    platform.start_api()
+    with receiving() as receiver:
+        port = receiver.port
+    alive = register(platform, f"http://127.0.0.1:{port}/hooks", types=["media.*"])
+    dead = register(platform, "http://127.0.0.1:9/", types=["media.uploaded"])
+    platform.start_worker("webhook=4")
+    for _ in range(4):
+        platform.upload(b"no picture", "p.jpg")
+    count = "SELECT count(*) FROM delivery_attempts"
+    until(lambda: platform.value(count) >= 6, seconds=30, why="nothing was tried")
+    with receiving(port, lambda n: 500 if n <= 3 else 204) as receiver:
+        until(
+            lambda: (
+                platform.value("SELECT count(*) FROM deliveries WHERE state = 'delivered'") == 8
+            ),
+            seconds=60,
+            why="not everything was delivered",
+        )
+        ids = Counter(headers["webhook-id"] for headers, _ in receiver.letters)
+        assert len(ids) == 8
+        for headers, body in receiver.letters:
+            Webhook(alive["secret"]).verify(body, headers)
+    # The one that never comes back is switched off by its owner: what waits for it is given up.
+    path = dead["links"]["self"]
+    tag = {"If-Match": platform.http.get(path).headers["etag"]}
+    answer = platform.http.patch(path, json={"state": "disabled"}, headers=tag)
+    assert answer.status_code == 200
+    pending = "SELECT count(*) FROM deliveries WHERE state = 'pending'"
+    assert platform.value(pending) == 0
+    states = Counter(row["state"] for row in platform.rows("SELECT state FROM deliveries"))
+    assert states == {"delivered": 8, "exhausted": 4}
+
+
+def test_streams_end_with_the_api_and_go_on_with_the_next_one(
+    make_platform: Callable[..., Platform],
+) -> None:
+    platform = make_platform(**QUICK)
+    api = platform.start_api()
+    media_id = platform.upload(b"no picture", "p.jpg")
+    token = platform.http.headers["authorization"][7:]
+    heard: list[str | None] = []
+    closed = threading.Event()
+
+    def watch() -> None:
+        with Client(platform.url, token) as client:
+            for number, _, _ in client.stream("/v1/events"):
+                heard.append(number)
+        closed.set()
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    until(lambda: heard, seconds=20, why="no snapshot came")
+    api.send(signal.SIGTERM)
+    assert closed.wait(1.0), "the stream outlived its process by a second"
+    watching.join()
+    api.popen.wait(10)
+    last = heard[-1]
+    platform.start_api()
+    answer = platform.http.delete(f"/v1/media/{media_id}")
+    assert answer.status_code == 202
+    with Client(platform.url, token) as client:
+        for _, type_, _ in client.stream("/v1/events", last=last):
+            assert type_ != "snapshot"
+            if type_ == "media.deleted":
+                break
