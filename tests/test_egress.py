@@ -429,9 +429,11 @@ async def test_a_hostile_answer_costs_little_and_ends(answer: Answer, kind: str)
 
 
 async def test_an_excerpt_reads_no_more_than_it_needs_and_nothing_is_unpacked() -> None:
-    async with listening(endless_body) as seen:
-        async with opened().call("GET", f"http://localhost:{seen.port}/") as reply:
-            assert len(await reply.excerpt(4096)) == 4096
+    async with (
+        listening(endless_body) as seen,
+        opened().call("GET", f"http://localhost:{seen.port}/") as reply,
+    ):
+        assert len(await reply.excerpt(4096)) == 4096
     packed = b"\x1f\x8b\x08\x00" + b"\x00" * 20
     head = f"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: {len(packed)}\r\n\r\n"
     async with listening(saying(head.encode() + packed)) as seen:
