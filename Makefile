@@ -6,7 +6,7 @@ RUN    := $(VENV)/.installed-run
 DEV    := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-once test test-faults test-ui test-extra check fix docs lock run bench-accept bench-overhead bench-images bench-video bench-queue bench-telling bench soak clean
+.PHONY: help demo demo-once test test-faults test-ui test-extra check fix docs lock run bench-accept bench-overhead bench-images bench-video bench-queue bench-telling bench-uploads bench soak clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
@@ -78,7 +78,10 @@ bench-queue: $(DEV)  ## no-op jobs through the engine, against the bare engine l
 bench-telling: $(DEV)  ## polls, streams, webhooks beside a black hole, and how well forecasts hold
 	$(BIN)/python benchmarks/bench_telling.py
 
-bench: bench-accept bench-overhead bench-images bench-video bench-queue bench-telling  ## all benchmarks
+bench-uploads: $(DEV)  ## files in, by signed PUT and by tus, against a bare write loop
+	$(BIN)/python benchmarks/bench_uploads.py
+
+bench: bench-accept bench-overhead bench-images bench-video bench-queue bench-telling bench-uploads  ## all benchmarks
 
 soak: $(DEV)  ## random faults for SECONDS (default 600), then an independent check; prints its seed
 	$(BIN)/python benchmarks/soak.py

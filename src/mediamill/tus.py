@@ -35,7 +35,7 @@ ALGORITHMS: Final = ("sha1", "sha256")
 _PART_BYTES: Final = 16 << 20
 _PARTS: Final = 4000  # leaves numbers for requests that are cut off
 _TAKEOVER_SECONDS: Final = 10.0
-_WRITE_BYTES: Final = 1 << 18
+_WRITE_BYTES: Final = 1 << 20
 
 
 class Cut(Exception):

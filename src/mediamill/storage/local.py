@@ -409,7 +409,8 @@ class _LocalPart:
         self._number = number
         self._offset = offset
         self._fence = fence
-        self._digest = hashlib.md5(usedforsecurity=False)
+        # Whoever writes under a fence keeps account by itself and needs no ETag.
+        self._digest = None if fence else hashlib.md5(usedforsecurity=False)
         self._file = open(folder / _DATA, "r+b", buffering=0)  # noqa: SIM115  # owned by this object
         self.written = 0
 
@@ -422,16 +423,18 @@ class _LocalPart:
             while view:
                 count = os.pwrite(self._file.fileno(), view, at)
                 view, at = view[count:], at + count
-        self._digest.update(data)
+        if self._digest is not None:
+            self._digest.update(data)
         self.written += len(data)
 
     async def commit(self) -> Part:
-        part = Part(self._number, self.written, f'"{self._digest.hexdigest()}"')
+        etag = f'"{self._digest.hexdigest()}"' if self._digest is not None else ""
+        part = Part(self._number, self.written, etag)
 
         def commit() -> None:
             with self._turn():
                 os.fsync(self._file.fileno())
-                if not self._fence:  # whoever writes under a fence keeps account by itself
+                if not self._fence:
                     self._note(part)
             self._file.close()
 

@@ -70,9 +70,11 @@ _AT_ONCE: Final = 4
 _CHUNK: Final = 1 << 20
 _CONNECT_SECONDS: Final = 3.0
 _IDLE_SECONDS: Final = 30.0
+_RETRY_SECONDS: Final = 60.0
 _TAKEN: Final = frozenset({"PreconditionFailed", "ConditionalRequestConflict"})
 _DENIED: Final = frozenset({401, 403})
-_TRIES: Final = 3
+_TRIES: Final = 4
+_PAUSE_SECONDS: Final = 0.3  # before the second try; three times as long before each one after it
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,19 +308,31 @@ class S3Storage:
             raise
 
     async def _put_small(self, key: str, data: bytes) -> Stored:
-        try:
-            with _translated():
-                if self.abilities.conditional_put:
-                    result = await obstore.put_async(self._store, key, data, mode="create")
-                else:
-                    await self._refuse_taken(key)
-                    result = await obstore.put_async(self._store, key, data, use_multipart=False)
-        except exceptions.AlreadyExistsError:
-            # A repeat by the library after a lost answer finds its own object.
-            raise AlreadyStored(key) from None
-        if result["e_tag"] is None:
-            return await self._there(key)
-        return Stored(len(data), _version(result["e_tag"], result["version"]))
+        """Store what fits into one request. An answer that is lost is no failure: what is refused
+        after it, and has our size, is our own."""
+        headers = {"If-None-Match": "*"} if self.abilities.conditional_put else {}
+        if not headers:
+            await self._refuse_taken(key)
+        for attempt in range(1, _TRIES + 1):
+            try:
+                answer = await self.wire.send_once("PUT", key, headers=headers, content=data)
+            except Refusal as refusal:
+                meant = _meant(refusal, key)
+                if isinstance(meant, AlreadyStored) and attempt > 1:
+                    there = await self.stat(key)
+                    if there is not None and there.size == len(data):
+                        return there
+                raise meant from refusal
+            except Failure as failure:
+                if failure.code is not Code.STORAGE_UNAVAILABLE or attempt == _TRIES:
+                    raise
+                await asyncio.sleep(_PAUSE_SECONDS * 3 ** (attempt - 1))
+            else:
+                etag, version = answer.headers.get("etag"), answer.headers.get("x-amz-version-id")
+                if etag is None:
+                    return await self._there(key)
+                return Stored(len(data), _version(etag, version))
+        raise AssertionError
 
     async def _refuse_taken(self, key: str) -> None:
         if await self.stat(key) is not None:
@@ -807,7 +821,6 @@ def _store(wire: Wire) -> S3Store:
         endpoint=endpoint.rstrip("/"),
         region=place.region,
         virtual_hosted_style_request=place.virtual_host,
-        conditional_put="etag",
         credential_provider=current,
         client_options={
             "allow_http": endpoint.startswith("http:"),
@@ -815,7 +828,10 @@ def _store(wire: Wire) -> S3Store:
             "read_timeout": timedelta(seconds=_IDLE_SECONDS),
             "timeout": timedelta(hours=6),
         },
-        retry_config={"max_retries": _TRIES, "retry_timeout": timedelta(seconds=60)},
+        retry_config={
+            "max_retries": _TRIES,
+            "retry_timeout": timedelta(seconds=_RETRY_SECONDS),
+        },
     )
 
 
@@ -892,14 +908,14 @@ def _translated() -> Iterator[None]:
         yield
     except (exceptions.NotFoundError, FileNotFoundError):
         raise FileNotFoundError from None
-    except exceptions.AlreadyExistsError:
-        raise
     except exceptions.PreconditionError:
         raise Failure(Code.SOURCE_CHANGED) from None
     except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
         raise Failure(Code.STORAGE_AUTH) from error
     except exceptions.BaseError as error:
-        raise Failure(Code.STORAGE_UNAVAILABLE) from error
+        # Some refusals come as errors of no kind; the library's text has their status.
+        denied = re.search(r"\b40[13] (Unauthorized|Forbidden)", str(error))
+        raise Failure(Code.STORAGE_AUTH if denied else Code.STORAGE_UNAVAILABLE) from error
 
 
 async def _insisting(call: Callable[[], Awaitable[T]]) -> T:
@@ -910,7 +926,7 @@ async def _insisting(call: Callable[[], Awaitable[T]]) -> T:
         except Failure as failure:
             if failure.code is not Code.STORAGE_UNAVAILABLE:
                 raise
-        await asyncio.sleep(0.2 * attempt)
+        await asyncio.sleep(_PAUSE_SECONDS * 3 ** (attempt - 1))
     return await call()
 
 
