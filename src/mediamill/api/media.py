@@ -150,6 +150,15 @@ class Estimate(BaseModel):
     basis: str
 
 
+class OutputProgress(BaseModel):
+    name: str
+    percent: float | None = Field(description="0 to 100; null where the length is not known.")
+    speed: float | None = Field(
+        description="Seconds of the original in each second; 1 is real time."
+    )
+    seconds_left: float | None
+
+
 class JobSummary(BaseModel):
     id: str
     state: str
@@ -160,6 +169,9 @@ class JobSummary(BaseModel):
     max_attempts: int
     run_at: datetime | None
     estimate: Estimate | None
+    outputs: list[OutputProgress] = Field(
+        description="What is being made just now, while it is processing."
+    )
 
 
 class Variant(BaseModel):
@@ -604,6 +616,7 @@ async def _job(
             progress=row["progress"],
             now=datetime.now(UTC),
         )
+    processing = state == JobState.PROCESSING
     return {
         "id": ids.encode(ids.JOB, row["job_id"]),
         "state": state,
@@ -614,6 +627,7 @@ async def _job(
         "max_attempts": row["max_attempts"],
         "run_at": iso_time(row["run_at"]) if state == JobState.QUEUED else None,
         "estimate": estimate and estimate.as_dict(),
+        "outputs": (row["detail"] or {}).get("outputs", []) if processing else [],
     }
 
 
