@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Final, Literal
 from uuid import UUID
@@ -69,6 +70,7 @@ _FORM_OVERHEAD: Final = 1 << 20
 _SNIFF_BYTES: Final = 4096
 _COPY_BYTES: Final = 1 << 20
 _DOUBT_SECONDS: Final = 5.0
+_PLAY_FACTOR: Final = 2.0
 
 router = APIRouter(tags=["media"])
 
@@ -532,7 +534,7 @@ async def read_variant(request: Request) -> Response:
         if original.state == MediaState.FAILED:
             raise Refused(Code.WRONG_STATE, "It failed; there are no variants.")
         raise Refused(Code.NOT_FOUND)
-    url = _read_address(here, row["key"], row["content_type"], _url_expiry(here))
+    url, _ = _read_address(here, dict(row), _url_expiry(here))
     return Response(status_code=307, headers={"Location": url, "Cache-Control": "no-store"})
 
 
@@ -632,17 +634,22 @@ async def _job(
 
 
 def _variant(here: Services, variant: dict[str, Any], expires_at: datetime) -> dict[str, Any]:
-    url = _read_address(here, variant["key"], variant["content_type"], expires_at)
+    url, expires_at = _read_address(here, variant, expires_at)
     shown = {k: variant[k] for k in Variant.model_fields if k in variant}
     return shown | {"url": url, "url_expires_at": iso_time(expires_at)}
 
 
-def _read_address(here: Services, key: str, content_type: str, expires_at: datetime) -> str:
-    """A playlist must be read where the relative addresses in it hold; a file comes from
-    storage."""
-    if content_type in play.PLAYLISTS:
-        return play.address(here, key, expires_at)
-    return here.storage.sign_get(key, expires_at=expires_at).url
+def _read_address(
+    here: Services, variant: Mapping[str, Any], expires_at: datetime
+) -> tuple[str, datetime]:
+    """Where a variant is read, and until when. A playlist must be read where the relative addresses
+    in it hold, for as long as it plays, with some pauses; a file comes from storage."""
+    if variant["content_type"] in play.PLAYLISTS:
+        expires_at += timedelta(
+            seconds=math.ceil(_PLAY_FACTOR * (variant["duration_seconds"] or 0))
+        )
+        return play.address(here, variant["key"], expires_at), expires_at
+    return here.storage.sign_get(variant["key"], expires_at=expires_at).url, expires_at
 
 
 def _listed(row: db.Row) -> dict[str, Any]:
