@@ -222,6 +222,30 @@ def test_a_killed_join_encodes_nothing_again(film: Platform, clips: Clips) -> No
     film.assert_published_once(media_id)
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("action", ["kill9", "raise"])
+@pytest.mark.parametrize(
+    ("name", "step"), [("film", "attempt.published_early"), ("shared", "attempt.kept")]
+)
+def test_a_film_is_published_once_whatever_step_breaks(
+    film: Platform, clips: Clips, name: str, step: str, action: str
+) -> None:
+    film.errors_expected = True
+    film.start_api()
+    film.start_worker("image=1,maintenance=1")
+    doomed = film.start_worker("video=1", failpoint=f"{step}:{action}:1")
+    media_id = film.upload(clips.clip, "film.mp4", recipe=name)
+    if action == "kill9":
+        until(lambda: not doomed.alive, seconds=60, why="it did not die")
+        film.start_worker("video=1")
+    film.wait_for_state(media_id, "ready", seconds=90)
+    film.assert_path_is_legal(media_id)
+    film.assert_published_once(media_id)
+    film.start_worker("image=1")
+    film.assert_nothing_left()
+
+
 def _pieces_done(film: Platform, media_id: str) -> int:
     return sum(
         job["kind"] == "video.piece" and job["state"] == "completed"
