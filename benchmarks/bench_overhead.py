@@ -357,7 +357,7 @@ class Notes:
     async def enter(self, stage: str) -> None:
         self._stage = stage
 
-    def progress(self, percent: float) -> None:
+    def progress(self, percent: float, detail: Mapping[str, Any] | None = None) -> None:
         pass
 
     async def fetch(self) -> Path:

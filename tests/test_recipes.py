@@ -383,12 +383,12 @@ def test_limits_of_tenants_are_read_from_the_environment(monkeypatch: pytest.Mon
 # --- The guide
 
 
-def _examples() -> list[str]:
-    guide = Path(__file__).parent.parent / "docs" / "images.md"
+def _examples(name: str = "images") -> list[str]:
+    guide = Path(__file__).parent.parent / "docs" / f"{name}.md"
     return re.findall(r"```json\n(.*?)```", guide.read_text("utf-8"), re.S)
 
 
-@pytest.mark.parametrize("text", _examples())
+@pytest.mark.parametrize("text", [*_examples(), *_examples("video")])
 def test_the_examples_of_the_guide_are_valid(text: str, folder: Path) -> None:
     assert pointers(text.encode(), folder) == []
 
@@ -398,3 +398,34 @@ def test_the_guide_names_every_limit_and_fit() -> None:
     assert len(_examples()) >= 5
     for name in (*ImageLimits.model_fields, *recipes.ImageOutput.model_fields):
         assert f"`{name}`" in guide or f'"{name}"' in guide, name
+
+
+def test_the_guide_names_every_output_of_video_and_sound() -> None:
+    guide = (Path(__file__).parent.parent / "docs" / "video.md").read_text("utf-8")
+    definitions = recipes.schema()["$defs"].values()
+    kinds = {d["properties"]["type"].get("const") for d in definitions if "type" in d["properties"]}
+    assert len(kinds) >= 11
+    for kind in kinds:
+        assert f"`{kind}`" in guide, kind
+
+
+@pytest.mark.parametrize(
+    ("output", "fault"),
+    [
+        ({"type": "hls", "hdr": "keep"}, "hdr keep needs codec"),
+        ({"type": "hls", "segment_seconds": 1.0}, "segment_seconds must not be below"),
+        (
+            {"type": "hls", "ladder": [{"short_side": 360, "max_video_kbps": 500}] * 2},
+            "the sizes of a ladder must be distinct",
+        ),
+        ({"type": "hls", "ladder": []}, "at least 1 item"),
+        ({"type": "m4a", "loudness": 0}, "less than or equal to -5"),
+        ({"type": "waveform", "color": "blue"}, "should match pattern"),
+        ({"type": "cover"}, "cover"),
+    ],
+)
+def test_a_video_output_that_makes_no_sense_is_refused(output: dict[str, Any], fault: str) -> None:
+    body = {"name": "test", "version": 1, "video": [output]}
+    recipe, faults = recipes.check(json.dumps(body).encode())
+    assert recipe is None
+    assert any(fault in f["msg"] for f in faults), faults

@@ -157,6 +157,7 @@ class Attempt:
         self._thread = threading.get_ident()
         self._stage = ""
         self._percent = 0.0
+        self._detail: dict[str, Any] | None = None
         self._written_at = 0.0
         self._writing: asyncio.Task[None] | None = None
         self._fetched: Path | None = None
@@ -328,10 +329,11 @@ class Attempt:
         self._stage = stage
         await self._outlast(lambda pool: jobs.enter_stage(pool, self.claim, stage))
 
-    def progress(self, percent: float) -> None:
+    def progress(self, percent: float, detail: Mapping[str, Any] | None = None) -> None:
         if threading.get_ident() != self._thread:
-            self._loop.call_soon_threadsafe(self.progress, percent)
+            self._loop.call_soon_threadsafe(self.progress, percent, detail)
             return
+        self._detail = dict(detail) if detail is not None else self._detail
         self._percent = max(self._percent, min(percent, 100.0))
         now = time.monotonic()
         idle = self._writing is None or self._writing.done()
@@ -342,7 +344,7 @@ class Attempt:
     async def _write_progress(self) -> None:
         try:
             async with db.acquire(self._means.pool) as connection:
-                await jobs.advance(connection, self.claim, self._stage, self._percent)
+                await jobs.advance(connection, self.claim, self._stage, self._percent, self._detail)
         except LeaseLost:
             self.stop(Stop.LOST)
         except db.Unavailable:

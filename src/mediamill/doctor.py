@@ -131,6 +131,8 @@ async def _tools(settings: Settings, confined: sandbox.Sandbox) -> AsyncIterator
         missing = [w for w in wanted if w not in have]
         said = f"missing: {', '.join(missing)}" if missing else ", ".join(wanted)
         yield Finding(f"ffmpeg {name}", not missing, said, remedy)
+    packager = toolbox.packager
+    yield Finding("streaming", packager is not None or None, str(packager or "no Shaka Packager"))
     tone = all(f in can.filters for f in _WANTED_FILTERS)
     yield Finding("HDR to SDR", tone or None, "zscale and tonemap" if tone else "not possible")
     from importlib.util import find_spec

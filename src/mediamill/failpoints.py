@@ -35,6 +35,8 @@ NAMES: Final = frozenset(
         "attempt.staged",  # every output is staged
         "attempt.reserved",  # the set has a name, its objects are not laid out
         "attempt.laid_out",  # objects under their final keys, nothing committed
+        "attempt.published_early",  # a first set is shown, the work goes on
+        "attempt.kept",  # a piece is in storage, its job not complete
         "attempt.settled",  # committed, not cleaned up
         "lease.beat",  # before a beat is sent
         "maintenance.rescue",  # leases found expired, not settled

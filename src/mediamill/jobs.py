@@ -267,11 +267,24 @@ async def enter_stage(connection: db.Connection, held: Claim, stage: str) -> Non
     _held(await connection.fetchval(_SQL.enter_stage, held.tenant_id, held.id, held.fence, stage))
 
 
-async def advance(connection: db.Connection, held: Claim, stage: str, percent: float) -> None:
-    """Show progress (0 to 100), never falling within an attempt. Raises LeaseLost."""
+async def advance(
+    connection: db.Connection,
+    held: Claim,
+    stage: str,
+    percent: float,
+    detail: dict[str, Any] | None = None,
+) -> None:
+    """Show progress (0 to 100), never falling within an attempt, and how far its parts are. Raises
+    LeaseLost."""
     _held(
         await connection.fetchval(
-            _SQL.advance, held.tenant_id, held.id, held.fence, stage, min(max(percent, 0.0), 100.0)
+            _SQL.advance,
+            held.tenant_id,
+            held.id,
+            held.fence,
+            stage,
+            min(max(percent, 0.0), 100.0),
+            detail,
         )
     )
 

@@ -1025,7 +1025,11 @@ def classify(finished: Finished, *, tool: Tool, limits: Limits) -> Failure | Non
     """
     match finished.stopped_for:
         case StopReason.TIME:
-            return Failure(Code.TIME_LIMIT, f"It was stopped after {limits.wall_seconds:.0f} s.")
+            return Failure(
+                Code.TIME_LIMIT,
+                f"It was stopped after {limits.wall_seconds:.0f} s.",
+                limit=_limit("time", limits.wall_seconds, finished.wall_seconds, "s"),
+            )
         case StopReason.STALLED:
             return Failure(Code.TIME_LIMIT, "It was stopped because it made no more progress.")
         case StopReason.CANCELED:
@@ -1033,7 +1037,7 @@ def classify(finished: Finished, *, tool: Tool, limits: Limits) -> Failure | Non
         case StopReason.OUTPUT | StopReason.SCRATCH:
             return Failure(Code.OUTPUT_LIMIT)
         case StopReason.MEMORY:
-            return Failure(Code.MEMORY_LIMIT)
+            return Failure(Code.MEMORY_LIMIT, limit=_memory(finished, limits))
         case StopReason.THREADS:
             return Failure(Code.TOOL_FAILED, "A step started too many threads.")
         case None:
@@ -1048,6 +1052,14 @@ def classify(finished: Finished, *, tool: Tool, limits: Limits) -> Failure | Non
         or _said_failure(said, tool)
         or _silent_failure(finished, tool, limits)
     )
+
+
+def _limit(name: str, allowed: float, seen: float, unit: str) -> dict[str, Any]:
+    return {"name": name, "allowed": round(allowed, 1), "seen": round(seen, 1), "unit": unit}
+
+
+def _memory(finished: Finished, limits: Limits) -> dict[str, Any]:
+    return _limit("memory", limits.memory_bytes, finished.max_rss_bytes, "bytes")
 
 
 def _launcher_failure(finished: Finished) -> Failure | None:
@@ -1080,7 +1092,9 @@ def _cpu_failure(finished: Finished, tool: Tool, limits: Limits) -> Failure | No
         ambiguous and finished.cpu_seconds >= 0.9 * limits.cpu_seconds
     ):
         return Failure(
-            Code.TIME_LIMIT, f"It was stopped after {limits.cpu_seconds} s of processor time."
+            Code.TIME_LIMIT,
+            f"It was stopped after {limits.cpu_seconds} s of processor time.",
+            limit=_limit("processor time", limits.cpu_seconds, finished.cpu_seconds, "s"),
         )
     return None
 

@@ -48,8 +48,10 @@ class Desk:
     async def enter(self, stage: str) -> None:
         self.told.append(("stage", stage))
 
-    def progress(self, percent: float) -> None:
+    def progress(self, percent: float, detail: Mapping[str, Any] | None = None) -> None:
         self.told.append(("progress", percent))
+        if detail is not None:
+            self.told.append(("detail", dict(detail)))
 
     async def fetch(self) -> Path:
         return self.source

@@ -70,7 +70,7 @@ class Desk:
     async def enter(self, stage: str) -> None:
         self.told.append(("stage", stage))
 
-    def progress(self, percent: float) -> None:
+    def progress(self, percent: float, detail: Mapping[str, Any] | None = None) -> None:
         self.told.append(("progress", percent))
 
     async def fetch(self) -> Path:

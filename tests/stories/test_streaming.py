@@ -113,6 +113,27 @@ def test_a_player_needs_one_address_and_sees_the_smallest_size_first(
     assert worker.alive
 
 
+def test_the_status_tells_how_far_each_output_is(film: Platform, clips: Clips) -> None:
+    film.start_api()
+    worker = film.start_worker()
+    media_id = film.upload(clips.long_work, "film.mp4", recipe="film")
+
+    def look() -> list[Body] | None:
+        body = film.get(media_id)
+        if body["state"] == "ready":
+            raise AssertionError("it was never seen")
+        outputs = [o for o in body["job"]["outputs"] if o["percent"]]
+        return outputs or None
+
+    encoder = film.encoder(worker)
+    outputs = until(look, seconds=40, why="no output says how far it is", every_seconds=0.02)
+    assert encoder
+    assert {o["name"] for o in outputs} <= {"hls-96p", "hls-180p", "sound-1-128.m4a"}
+    assert all(0 < o["percent"] <= 100 for o in outputs)
+    body = film.wait_for_state(media_id, "ready")
+    assert body["job"]["outputs"] == []
+
+
 def _with_master(film: Platform, media_id: str) -> Body | None:
     body = film.get(media_id)
     assert body["state"] != "failed", body["error"]
@@ -144,7 +165,17 @@ def test_a_long_film_is_shared_and_a_killed_worker_costs_a_piece(
     victim, encoder = _busy(film, workers)
     film.errors_expected = True
     victim.kill()
-    body = film.wait_for_state(media_id, "ready", seconds=55)
+    shown: list[float] = []
+
+    def look() -> Body | None:
+        body = film.get(media_id)
+        assert body["state"] in ("processing", "ready"), body["error"]
+        shown.append(body["progress"])
+        return body if body["state"] == "ready" else None
+
+    body = until(look, seconds=55, why="the film is not ready")
+    assert shown == sorted(shown)
+    assert any(20 < percent < 90 for percent in shown), "it does not tell how far the pieces are"
     assert encoder
     by_name = {v["name"]: v for v in body["variants"]}
     frames, seconds = _decoded(by_name["hls/master.m3u8"]["url"])
@@ -167,6 +198,51 @@ def test_a_long_film_is_shared_and_a_killed_worker_costs_a_piece(
     film.assert_path_is_legal(media_id)
     film.assert_published_once(media_id)
     film.start_worker("image=1")  # clears what the killed one left
+    film.assert_nothing_left()
+
+
+def test_a_killed_join_encodes_nothing_again(film: Platform, clips: Clips) -> None:
+    film.start_api()
+    film.start_worker("image=1,maintenance=1")
+    worker = film.start_worker("video=1")
+    media_id = film.upload(clips.long_work, "film.mp4", recipe="shared")
+    until(
+        lambda: film.get(media_id)["stage"] in ("join", "package"),
+        seconds=50,
+        why="nothing was joined",
+        every_seconds=0.02,
+    )
+    film.errors_expected = True
+    worker.kill()
+    film.start_worker("video=1")
+    film.wait_for_state(media_id, "ready", seconds=50)
+    assert {a["outcome"] for a in _attempts(film, media_id)} == {"completed"}
+    assert [a["outcome"] for a in film.attempts(media_id)] == ["waiting", "lost", "completed"]
+    film.assert_path_is_legal(media_id)
+    film.assert_published_once(media_id)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("action", ["kill9", "raise"])
+@pytest.mark.parametrize(
+    ("name", "step"), [("film", "attempt.published_early"), ("shared", "attempt.kept")]
+)
+def test_a_film_is_published_once_whatever_step_breaks(
+    film: Platform, clips: Clips, name: str, step: str, action: str
+) -> None:
+    film.errors_expected = True
+    film.start_api()
+    film.start_worker("image=1,maintenance=1")
+    doomed = film.start_worker("video=1", failpoint=f"{step}:{action}:1")
+    media_id = film.upload(clips.clip, "film.mp4", recipe=name)
+    if action == "kill9":
+        until(lambda: not doomed.alive, seconds=60, why="it did not die")
+        film.start_worker("video=1")
+    film.wait_for_state(media_id, "ready", seconds=90)
+    film.assert_path_is_legal(media_id)
+    film.assert_published_once(media_id)
+    film.start_worker("image=1")
     film.assert_nothing_left()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Final, Literal
 from uuid import UUID
@@ -78,6 +79,7 @@ _FORM_OVERHEAD: Final = 1 << 20
 _SNIFF_BYTES: Final = 4096
 _COPY_BYTES: Final = 1 << 20
 _DOUBT_SECONDS: Final = 5.0
+_PLAY_FACTOR: Final = 2.0
 
 router = APIRouter(tags=["media"])
 
@@ -154,6 +156,15 @@ class Estimate(BaseModel):
     basis: str
 
 
+class OutputProgress(BaseModel):
+    name: str
+    percent: float | None = Field(description="0 to 100; null where the length is not known.")
+    speed: float | None = Field(
+        description="Seconds of the original in each second; 1 is real time."
+    )
+    seconds_left: float | None
+
+
 class JobSummary(BaseModel):
     id: str
     state: str
@@ -164,6 +175,9 @@ class JobSummary(BaseModel):
     max_attempts: int
     run_at: datetime | None
     estimate: Estimate | None
+    outputs: list[OutputProgress] = Field(
+        description="What is being made just now, while it is processing."
+    )
 
 
 class Variant(BaseModel):
@@ -563,7 +577,7 @@ async def read_variant(request: Request) -> Response:
         if original.state == MediaState.FAILED:
             raise Refused(Code.WRONG_STATE, "It failed; there are no variants.")
         raise Refused(Code.NOT_FOUND)
-    url = _read_address(here, row, _url_expiry(here))
+    url, _ = _read_address(here, dict(row), _url_expiry(here))
     return Response(status_code=307, headers={"Location": url, "Cache-Control": "no-store"})
 
 
@@ -655,6 +669,7 @@ async def _job(
             await here.forecaster.keep(
                 connection, row["tenant_id"], row["job_id"], estimate, ahead=ahead
             )
+    processing = state == JobState.PROCESSING
     return {
         "id": ids.encode(ids.JOB, row["job_id"]),
         "state": state,
@@ -665,26 +680,33 @@ async def _job(
         "max_attempts": row["max_attempts"],
         "run_at": iso_time(row["run_at"]) if state == JobState.QUEUED else None,
         "estimate": estimate and estimate.as_dict(),
+        "outputs": (row["detail"] or {}).get("outputs", []) if processing else [],
     }
 
 
 def _variant(here: Services, variant: dict[str, Any], expires_at: datetime) -> dict[str, Any]:
-    url = _read_address(here, variant, expires_at)
+    url, expires_at = _read_address(here, variant, expires_at)
     shown = {k: variant[k] for k in Variant.model_fields if k in variant}
     return shown | {"url": url, "url_expires_at": iso_time(expires_at)}
 
 
-def _read_address(here: Services, variant: db.Row | dict[str, Any], expires_at: datetime) -> str:
-    """A playlist must be read where the relative addresses in it hold; a file comes from
-    storage."""
+def _read_address(
+    here: Services, variant: Mapping[str, Any], expires_at: datetime
+) -> tuple[str, datetime]:
+    """Where a variant is read, and until when. A playlist must be read where the relative addresses
+    in it hold, for as long as it plays, with some pauses; a file comes from storage."""
     if variant["content_type"] in play.PLAYLISTS:
-        return play.address(here, variant["key"], expires_at)
-    return here.storage.sign_get(
+        expires_at += timedelta(
+            seconds=math.ceil(_PLAY_FACTOR * (variant["duration_seconds"] or 0))
+        )
+        return play.address(here, variant["key"], expires_at), expires_at
+    signed = here.storage.sign_get(
         variant["key"],
         expires_at=expires_at,
         content_type=variant["content_type"],
         filename=variant["name"],
-    ).url
+    )
+    return signed.url, expires_at
 
 
 def list_item(row: db.Row) -> dict[str, Any]:

@@ -95,8 +95,8 @@ class Work(Protocol):
     async def enter(self, stage: str) -> None:
         """A stage of the work begins (an open vocabulary)."""
 
-    def progress(self, percent: float) -> None:
-        """How far the whole attempt is, 0 to 100. Cheap to call often."""
+    def progress(self, percent: float, detail: Mapping[str, Any] | None = None) -> None:
+        """How far the whole attempt is, 0 to 100, and its parts. Cheap to call often."""
 
     async def fetch(self) -> Path:
         """The original, pinned to its accepted version, in a folder that no tool can write to."""

@@ -220,15 +220,16 @@ async def make_alone(
             file_bytes=(64 << 20) + max(2 * work.original.size, int(2 * rate * (seconds or limit))),
             scratch_bytes=1 << 50,
         )
+        watched = meter.watch([wanted.name], 0 if copied else cost, seconds)
         finished = await running.run(
             work,
             Command("ffmpeg", args, path, wanted.name),
             confined,
-            on_line=meter.watch(0 if copied else cost, seconds),
+            on_line=watched.line,
             stall_seconds=running.STALL_SECONDS,
         )
+        meter.finish(watched)
         if not copied:
-            meter.finish(cost)
             running.PACE.learn(cost, finished.wall_seconds)
         outputs.append(
             await mp4.verify(

@@ -58,7 +58,7 @@ def children(work: Work, planned: Film) -> Wait:
         NewJob(
             "video.piece",
             {"first": first, "after": after, "grid": planned.grid.near(first).as_dict()},
-            child_key=f"piece-{first}",
+            child_key=f"piece-{first}-{after or 'end'}",
             **common,
         )
         for first, after in _cut(work, planned.grid)

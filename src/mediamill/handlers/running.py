@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any, Final, TypeVar
 
 from mediamill import tools
@@ -26,47 +27,82 @@ OWN_INPUT: Final = ("-protocol_whitelist", "file", "-format_whitelist", "mov,mat
 
 
 class Meter:
-    """One progress for several runs. Each has a share of `total` and lies between 5 and 95 %."""
+    """One progress for several runs, and how far each of them is. Each has a share of `total`; all
+    lie between 5 and 95 %."""
 
     def __init__(self, work: Work, total: float) -> None:
         self._work = work
         self._total = total or 1.0
         self._done = 0.0
-        self._at_work: list[list[float]] = []
+        self._runs: list[Run] = []
 
-    def watch(self, share: float, seconds: float | None) -> Callable[[str], bool]:
-        """Reads `-progress`: out_time against the expected seconds. Unknown lengths show no
-        percent; the answer says whether it moved, for the stall clock."""
-        last = 0
-        run = [share, 0.0]
-        self._at_work.append(run)
+    def watch(self, names: Sequence[str], share: float, seconds: float | None) -> Run:
+        """A run that makes these outputs begins; `seconds` is how long they will be, if known."""
+        run = Run(self._show, tuple(names), share, seconds)
+        self._runs.append(run)
+        return run
 
-        def line(text: str) -> bool:
-            nonlocal last
-            name, _, value = text.partition("=")
-            if name not in ("out_time_us", "frame", "total_size") or not value.isdigit():
-                return False
-            if name != "out_time_us" or int(value) <= last:
-                return False
-            last = int(value)
-            if seconds:
-                run[1] = share * min(last / 1e6 / seconds, 1.0)
-                self._show()
-            return True
+    def finish(self, run: Run) -> None:
+        """It is over."""
+        self._runs.remove(run)
+        self.skip(run.share)
 
-        return line
-
-    def finish(self, share: float) -> None:
-        """A run of that share is over."""
+    def skip(self, share: float) -> None:
+        """That much is done, by others."""
         self._done += share
-        run = next((run for run in self._at_work if run[0] == share), None)
-        if run is not None:
-            self._at_work.remove(run)
         self._show()
 
     def _show(self) -> None:
-        done = self._done + sum(part for _, part in self._at_work)
-        self._work.progress(5 + 90 * min(done / self._total, 1.0))
+        done = self._done + sum(run.share * run.part for run in self._runs)
+        outputs = [shown for run in self._runs for shown in run.as_dicts()]
+        percent = 5 + 90 * min(done / self._total, 1.0)
+        self._work.progress(percent, {"outputs": outputs})
+
+
+class Run:
+    """One run of ffmpeg: reads its `-progress`, line by line."""
+
+    def __init__(
+        self,
+        show: Callable[[], None],
+        names: tuple[str, ...],
+        share: float,
+        seconds: float | None,
+    ) -> None:
+        self.share = share
+        self.part = 0.0
+        self._show = show
+        self._names = names
+        self._seconds = seconds
+        self._at = 0
+        self._speed: float | None = None
+
+    def line(self, text: str) -> bool:
+        """Takes note of a line; whether it shows that the run moved, for the stall clock."""
+        name, _, value = text.partition("=")
+        if name == "speed":
+            with suppress(ValueError):
+                self._speed = float(value.strip().removesuffix("x"))
+            return False
+        if name != "out_time_us" or not value.isdigit() or int(value) <= self._at:
+            return False
+        # It is the furthest of all outputs: with sound it may be ahead, and never falls.
+        self._at = int(value)
+        if self._seconds:
+            self.part = min(self._at / 1e6 / self._seconds, 1.0)
+        self._show()
+        return True
+
+    def as_dicts(self) -> list[dict[str, Any]]:
+        """How far each of its outputs is."""
+        left = None
+        if self._seconds and self._speed:
+            left = round(max(self._seconds - self._at / 1e6, 0.0) / self._speed, 1)
+        percent = round(100 * self.part, 1) if self._seconds else None
+        return [
+            {"name": name, "percent": percent, "speed": self._speed, "seconds_left": left}
+            for name in self._names
+        ]
 
 
 def jail(

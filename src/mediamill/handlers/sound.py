@@ -152,15 +152,16 @@ async def encode(
         scratch_bytes=1 << 50,
     )
     share = SHARE * (info.duration_seconds or 0)
+    watched = meter.watch([file], share, info.duration_seconds) if meter else None
     finished = await running.run(
         work,
         Command("ffmpeg", args, await work.fetch(), file),
         confined,
-        on_line=meter.watch(share, info.duration_seconds) if meter else lambda _: None,
+        on_line=watched.line if watched else lambda _: None,
         stall_seconds=running.STALL_SECONDS,
     )
-    if meter is not None:
-        meter.finish(share)
+    if meter is not None and watched is not None:
+        meter.finish(watched)
     return finished.wall_seconds
 
 

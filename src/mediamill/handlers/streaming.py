@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
@@ -287,19 +287,17 @@ async def verify(
     others = [p for p in sorted(root.iterdir()) if p not in known]
     expect(len(others) == 2 + len(known) + 2 * len(texts), "a file is missing or too many")
     outputs += [Output(f"{folder}/{p.name}", p, _TYPES[p.suffix]) for p in others]
-    # The first one is what a player is given.
+    # The first ones are what a player is given.
     outputs.sort(key=lambda o: (o.path.name != MASTER, o.path.name != MANIFEST))
-    first = outputs[0]
     top = max((o for o in outputs if o.width), key=lambda o: o.width or 0)
-    outputs[0] = Output(
-        first.name,
-        first.path,
-        first.content_type,
-        top.width,
-        top.height,
-        length,
-        round(seconds, 3),
-    )
+    for number, doorway in enumerate(outputs[:2]):
+        outputs[number] = replace(
+            doorway,
+            width=top.width,
+            height=top.height,
+            duration_seconds=length,
+            seconds=round(seconds, 3),
+        )
     return outputs
 
 

@@ -199,14 +199,15 @@ async def encode(
         scratch_bytes=1 << 50,
     )
     label = ", ".join(t.name for t in tracks)
+    watched = meter.watch([t.stem for t in tracks], cost, seconds if end is not None else None)
     finished = await running.run(
         work,
         Command("ffmpeg", args, await work.fetch(), label),
         confined,
-        on_line=meter.watch(cost, seconds if end is not None else None),
+        on_line=watched.line,
         stall_seconds=running.STALL_SECONDS,
     )
-    meter.finish(cost)
+    meter.finish(watched)
     PACE.learn(cost, finished.wall_seconds)
     return finished.wall_seconds
 

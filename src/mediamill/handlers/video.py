@@ -182,7 +182,7 @@ class _Making:
         """What the children encoded, and what they did not."""
         work, info = self._work, self._info
         await work.enter("join")
-        self._meter.finish(self._planned.work(info))
+        self._meter.skip(self._planned.work(info))
         self._planned = await pieces.join(work, self._planned, info, ended, self._made)
         for wanted in work.recipe.video or ():
             if isinstance(wanted, PosterOutput):

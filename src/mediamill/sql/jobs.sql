@@ -47,7 +47,7 @@ WITH claimed AS (
     UPDATE jobs AS j
     SET state = 'processing', attempt = j.attempt + 1, fence = j.fence + 1, worker = $3,
         lease_until = now() + $4::interval, stage = NULL, progress = coalesce(j.progress, 0),
-        error = NULL,
+        detail = NULL, error = NULL,
         started_at = now(), version = j.version + 1
     FROM unnest($1::text[], $2::uuid[], $5::text[]) AS ticket (tenant_id, id, queue)
     WHERE j.tenant_id = ticket.tenant_id AND j.id = ticket.id AND j.queue = ticket.queue
@@ -139,7 +139,8 @@ FROM held AS h LEFT JOIN renewed AS r USING (tenant_id, id)
 -- Progress inside an attempt, never falling. Also marks the media as changed.
 WITH advanced AS (
     UPDATE jobs
-    SET stage = $4, progress = greatest(coalesce(progress, 0), $5::real), version = version + 1
+    SET stage = $4, progress = greatest(coalesce(progress, 0), $5::real),
+        detail = coalesce($6, detail), version = version + 1
     WHERE tenant_id = $1 AND id = $2 AND fence = $3 AND state = 'processing'
     RETURNING tenant_id, media_id, generation, role
 ), touched AS (

@@ -231,7 +231,7 @@ SELECT 1 FROM shown
 -- name: get
 -- Everything that the status shows, in one read: the media, its main job, and its manifest.
 SELECT m.*,
-       j.id AS job_id, j.state AS job_state, j.queue, j.stage, j.progress, j.attempt,
+       j.id AS job_id, j.state AS job_state, j.queue, j.stage, j.progress, j.detail, j.attempt,
        j.max_attempts, j.run_at, j.started_at, j.queued_at, j.error AS job_error,
        coalesce(manifest.variants, '[]') AS variants
 FROM media AS m

@@ -20,7 +20,7 @@ ON CONFLICT (tenant_id, media_id, recipe, recipe_version, set_id, name) DO NOTHI
 
 -- name: current
 -- One variant of the set that readers see now.
-SELECT v.key, v.content_type, v.bytes, v.sha256, v.name
+SELECT v.key, v.content_type, v.bytes, v.sha256, v.name, v.duration_seconds
 FROM media AS m
 JOIN sets AS s ON s.tenant_id = m.tenant_id AND s.media_id = m.id AND s.superseded_at IS NULL
 JOIN variants AS v
