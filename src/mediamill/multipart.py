@@ -30,11 +30,24 @@ class Multiparts:
         self._pool = pool
         self._store = store
 
-    async def open(self, tenant_id: str, wanted: Wanted, *, size: int | None) -> Transfer:
-        """A new upload, whose size may be left open. Raises Refused."""
+    async def open(
+        self,
+        tenant_id: str,
+        wanted: Wanted,
+        *,
+        size: int | None,
+        connection: db.Connection | None = None,
+    ) -> Transfer:
+        """A new upload, whose size may be left open; in the caller's transaction, if there is one.
+        Raises Refused."""
         part_bytes = max(_PART_BYTES, -(-(size or 0) // self._store.most_parts))
         return await self._transfers.open(
-            tenant_id, wanted, size=size, protocol=PROTOCOL, part_bytes=part_bytes
+            tenant_id,
+            wanted,
+            size=size,
+            protocol=PROTOCOL,
+            part_bytes=part_bytes,
+            connection=connection,
         )
 
     async def get(self, tenant_id: str, transfer_id: UUID) -> Transfer:

@@ -12,7 +12,7 @@ import asyncio
 import hashlib
 import hmac
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, Final
@@ -123,10 +123,12 @@ class Transfers:
         joins: str | None = None,
         protocol: str = "tus",
         part_bytes: int | None = None,
+        connection: db.Connection | None = None,
     ) -> Transfer:
         """A new upload; its media awaits it as soon as the size is known.
 
-        `wanted.size` counts only when `size` is given. Raises Refused.
+        `wanted.size` counts only when `size` is given. With a connection it comes into being with
+        the caller's transaction. Raises Refused.
         """
         minted = uploads.mint(tenant_id)
         # Without a size the rest is checked as if it were the smallest.
@@ -135,8 +137,9 @@ class Transfers:
         )
         parts = await self._store.begin_parts(minted.key, content_type=known.content_type)
         try:
-            async with db.transaction(self._pool) as connection:
-                row = await connection.fetchrow(
+            own = db.transaction(self._pool) if connection is None else nullcontext(connection)
+            async with own as used:
+                row = await used.fetchrow(
                     _SQL.open,
                     tenant_id,
                     minted.id,
@@ -152,14 +155,14 @@ class Transfers:
                     timedelta(seconds=self._settings.resumable_ttl_seconds),
                 )
                 if row is not None and role != "partial" and size is not None:
-                    await self._await(connection, tenant_id, wanted, minted, size)
+                    await self._await(used, tenant_id, wanted, minted, size)
         except BaseException:
             await self._store.abort_parts(minted.key, parts)
             raise
         if row is None:  # the same partial uploads were joined before
             await self._store.abort_parts(minted.key, parts)
-            async with db.acquire(self._pool) as connection:
-                known_id = await connection.fetchval(_SQL.joined, tenant_id, joins)
+            async with db.acquire(self._pool) as used:
+                known_id = await used.fetchval(_SQL.joined, tenant_id, joins)
             return await self.get(tenant_id, known_id)
         return Transfer(**dict(row))
 

@@ -33,6 +33,10 @@ async def form(_: Api) -> Sent:
     return "/v1/media", {"files": {"file": ("p.png", b"bytes", "image/png")}}
 
 
+async def multipart(_: Api) -> Sent:
+    return "/v1/uploads/multipart", {"json": {"size": 5, "content_type": "image/png"}}
+
+
 async def process(api: Api) -> Sent:
     body = await api.ready()
     return f"/v1/media/{body['id']}/process", {"json": {}}
@@ -68,6 +72,7 @@ async def testing(api: Api) -> Sent:
 CREATES: dict[str, tuple[Callable[[Api], Awaitable[Sent]], str]] = {
     "slot": (slot, "SELECT count(*) FROM media WHERE tenant_id = $1"),
     "form": (form, "SELECT count(*) FROM media WHERE tenant_id = $1"),
+    "multipart": (multipart, "SELECT count(*) FROM transfers WHERE tenant_id = $1"),
     "process": (process, "SELECT max(generation) - 1 FROM media WHERE tenant_id = $1"),
     "job": (job, "SELECT count(*) FROM jobs WHERE tenant_id = $1"),
     "endpoint": (endpoint, "SELECT count(*) FROM endpoints WHERE tenant_id = $1"),
@@ -97,7 +102,7 @@ async def test_fifty_at_once_do_it_once(api: Api, name: str) -> None:
     again = await api.client.post(path, headers=key, **sent)
     assert again.headers["idempotent-replayed"] == "true"
     assert again.text == done[0].text
-    if name in ("slot", "job", "endpoint"):
+    if name in ("slot", "multipart", "job", "endpoint"):
         other = {"json": sent["json"] | {"schema_version": 1}}
         refused = await api.client.post(path, headers=key, **other)
         check_problem(refused, 422, "idempotency_key_reused")
@@ -107,6 +112,10 @@ async def test_every_create_of_the_document_is_here(api: Api) -> None:
     """A route that makes something is in the list above, or says why it is not."""
     harmless = {
         "/v1/media/{media_id}/complete": "the state decides: a repeat finds it accepted",
+        "/v1/uploads/{upload_id}/parts": "makes nothing",
+        "/v1/uploads/{upload_id}/complete": "the state decides: a repeat finds it complete",
+        "/v1/uploads/{upload_id}/abort": "the state decides",
+        "/v1/upload-tokens": "makes nothing",
         "/v1/recipes/validate": "makes nothing",
         "/v1/jobs/{job_id}/cancel": "the state decides",
         "/v1/jobs/{job_id}/replay": "the state decides: only a failed job",
@@ -123,6 +132,7 @@ async def test_every_create_of_the_document_is_here(api: Api) -> None:
     here = {
         "/v1/media",
         "/v1/media/{media_id}/process",
+        "/v1/uploads/multipart",
         "/v1/jobs",
         "/v1/webhook-endpoints",
         "/v1/webhook-endpoints/{endpoint_id}/rotate-secret",

@@ -18,11 +18,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mediamill import db, ids, media, multipart, signing, uploads
+from mediamill import db, idempotency, ids, media, multipart, signing, uploads
 from mediamill.api.media import NewMedia
 from mediamill.api.problems import problem_response
 from mediamill.api.services import (
+    Callback,
     caller,
+    idempotency_key,
     iso_time,
     json_body,
     json_response,
@@ -32,6 +34,7 @@ from mediamill.api.services import (
     services,
 )
 from mediamill.failures import Code, Failure, Problem, Refused
+from mediamill.idempotency import Answer
 from mediamill.storage import SignedRequest
 from mediamill.tus import Transfer
 from mediamill.uploads import Wanted
@@ -93,9 +96,30 @@ class Token:
 async def open_multipart(request: Request) -> Response:
     """Open a multipart upload: the plan of its parts, each of which is signed on demand."""
     sender = await caller(request, "uploads:write")
-    wanted = parse_body(NewMedia, await json_body(request)).wanted()
-    made = await services(request).multiparts.open(sender.tenant_id, wanted, size=wanted.size)
-    return json_response(_shown(made), 201, {"Location": _path(made), "Cache-Control": "no-store"})
+    here = services(request)
+    raw = await json_body(request)
+    asked = parse_body(NewMedia, raw)
+    wanted = asked.wanted()
+    key = idempotency_key(
+        request, sender, idempotency.fingerprint("json", raw), route="/v1/uploads/multipart"
+    )
+    callback = await Callback.of(here, asked.callback_url)
+    async with db.transaction(here.pool) as connection:
+
+        async def work() -> Answer:
+            made = await here.multiparts.open(
+                sender.tenant_id, wanted, size=wanted.size, connection=connection
+            )
+            await callback.register(connection, sender.tenant_id, made.id)
+            return Answer(201, json_text(_shown(made)), _path(made), made.id)
+
+        answer = await idempotency.once(
+            connection, key, keep_seconds=here.settings.idempotency_seconds, work=work
+        )
+    headers = {"Location": answer.location, "Cache-Control": "no-store"}
+    if answer.replayed:
+        headers["Idempotent-Replayed"] = "true"
+    return json_response(json.loads(answer.body), answer.status, headers)
 
 
 async def sign_parts(request: Request) -> Response:
