@@ -518,13 +518,17 @@ class _Writer:
             offset=self._received - self._tail_bytes,
             fence=self._transfer.fence,
         )
-        if self._tail_key is not None:
-            tail = await self._store.stat(self._tail_key)
-            if tail is None or tail.size != self._tail_bytes:
-                part.abort()
-                raise Failure(Code.SOURCE_MISSING, "The storage lost bytes of this upload.")
-            async for chunk in self._store.read(self._tail_key, tail.version):
-                await part.write(chunk)
+        try:
+            if self._tail_key is not None:
+                tail = await self._store.stat(self._tail_key)
+                if tail is None or tail.size != self._tail_bytes:
+                    raise Failure(Code.SOURCE_MISSING, "The storage lost bytes of this upload.")
+                async with aclosing(self._store.read(self._tail_key, tail.version)) as chunks:
+                    async for chunk in chunks:
+                        await part.write(chunk)
+        except BaseException:
+            part.abort()
+            raise
         return part
 
     async def _store_part(self) -> None:

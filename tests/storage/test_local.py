@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import io
 import os
 import shutil
 import stat
 import time
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -225,6 +227,35 @@ async def test_a_source_on_another_disk_is_copied(
     source.write_bytes(b"changed afterwards")
     await store.fetch("media/t/a", stored.version, tmp_path / "fetched")
     assert (tmp_path / "fetched").read_bytes() == b"from elsewhere"
+
+
+@pytest.mark.anyio
+async def test_a_reader_that_is_canceled_while_it_opens_leaves_nothing_open(
+    store: LocalStorage, tmp_path: Path
+) -> None:
+    await store.put("media/t/a", write(tmp_path, b"x"))
+    stored = await store.stat("media/t/a")
+    assert stored is not None
+    before = len(os.listdir("/dev/fd"))
+    for turn in range(200):
+        reader = store.read("media/t/a", stored.version)
+        reading = asyncio.ensure_future(anext(reader))
+        for _ in range(turn % 3):
+            await asyncio.sleep(0)
+        reading.cancel()
+        with suppress(asyncio.CancelledError):
+            await reading
+        await reader.aclose()
+        writing = asyncio.ensure_future(store.receive(f"media/t/{turn}"))
+        await asyncio.sleep(0)
+        writing.cancel()
+        with suppress(asyncio.CancelledError):
+            await (await writing).abort()
+    await asyncio.to_thread(lambda: None)
+    deadline = time.monotonic() + 10
+    while len(os.listdir("/dev/fd")) > before or os.listdir(store.root / ".incoming"):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
 
 
 @pytest.mark.anyio

@@ -155,7 +155,7 @@ class LocalStorage:
                 raise Failure(Code.SOURCE_CHANGED)
             return file
 
-        with await _in_thread(opened) as file:
+        with await _held(opened, BufferedReader.close) as file:
             while data := await _in_thread(lambda: file.read(_CHUNK)):
                 yield data
 
@@ -187,7 +187,7 @@ class LocalStorage:
             except FileNotFoundError:
                 raise Failure(Code.SOURCE_MISSING) from None
 
-        return await _in_thread(begin)
+        return await _held(begin, _LocalPart.abort)
 
     async def list_parts(self, key: str, upload: str) -> Sequence[Part]:
         folder = self._parts(upload)
@@ -310,7 +310,7 @@ class LocalStorage:
                 raise AlreadyStored(key)
             return Receiver(self, key, self._incoming())
 
-        return await _in_thread(begin)
+        return await _held(begin, Receiver.drop)
 
     def _incoming(self) -> Path:
         return self.root / _INCOMING / uuid4().hex
@@ -393,6 +393,10 @@ class Receiver:
         return await _in_thread(commit)
 
     async def abort(self) -> None:
+        self.drop()
+
+    def drop(self) -> None:
+        """Close and remove what came in so far."""
         self._file.close()
         self._incoming.unlink(missing_ok=True)
 
@@ -536,6 +540,21 @@ async def _in_thread(work: Callable[[], T]) -> T:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise Failure(Code.SCRATCH_FULL, "The storage's disk is full.") from error
         raise Failure(Code.STORAGE_UNAVAILABLE) from error
+
+
+async def _held(opening: Callable[[], T], let_go: Callable[[T], object]) -> T:
+    """Open something in a thread. A caller that is canceled meanwhile does not leave it open."""
+    opened = asyncio.ensure_future(_in_thread(opening))
+    try:
+        return await asyncio.shield(opened)
+    except asyncio.CancelledError:
+
+        def close(done: asyncio.Future[T]) -> None:
+            if not done.cancelled() and done.exception() is None:
+                let_go(done.result())
+
+        opened.add_done_callback(close)
+        raise
 
 
 @contextmanager
