@@ -24,6 +24,7 @@ from mediamill.api.app import create_app
 from mediamill.api.services import Services
 from mediamill.attempt import Means
 from mediamill.config import Settings, parse_slots
+from mediamill.egress import Egress, Policy
 from mediamill.estimates import Forecaster
 from mediamill.handlers import image, preview, video
 from mediamill.image_children import spawner
@@ -34,8 +35,10 @@ from mediamill.keys import Keychain
 from mediamill.lease import Leases, Stop
 from mediamill.maintenance import Maintenance
 from mediamill.mill import Mill
+from mediamill.sources import Fetcher
 from mediamill.storage import Storage
 from mediamill.storage.choice import open_storage
+from mediamill.tus import Transfers
 from mediamill.worker import ScratchFolder, Worker, sweep_scratch
 
 log = structlog.get_logger()
@@ -197,8 +200,16 @@ async def _serve_worker(settings: Settings, app: str | None) -> None:
 async def _maintain(
     settings: Settings, pool: db.Pool, store: Storage, slots: dict[str, int]
 ) -> None:
-    if slots.get("maintenance", 0) > 0:
-        await Maintenance(settings, pool, store).run()
+    if slots.get("maintenance", 0) <= 0:
+        return
+    egress = Egress(Policy.of(settings))
+    try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(Maintenance(settings, pool, store).run())
+            fetcher = Fetcher(settings, Transfers(settings, pool, store), egress)
+            group.create_task(fetcher.run())
+    finally:
+        egress.close()
 
 
 @asynccontextmanager
