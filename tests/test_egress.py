@@ -501,6 +501,9 @@ def test_the_policy_comes_from_the_settings(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("MEDIAMILL_EGRESS_ALLOW_NETWORKS", '["10.0.0.1/8"]')
     with pytest.raises(config.ConfigError, match="egress_allow_networks"):
         config.load()
+    monkeypatch.setenv("MEDIAMILL_EGRESS_ALLOW_NETWORKS", "10.0.0.0/8")
+    with pytest.raises(config.ConfigError, match=r"egress_allow_networks.*JSON"):
+        config.load()
 
 
 def test_certificates_are_always_checked() -> None:

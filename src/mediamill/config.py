@@ -20,6 +20,7 @@ from pydantic_settings import (
     InitSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
+    SettingsError,
 )
 
 QUEUES: Final = ("image", "video", "audio", "default", "webhook", "maintenance")
@@ -241,6 +242,8 @@ def load(**flags: Any) -> Settings:
     given = {name: value for name, value in flags.items() if value is not None}
     try:
         return Settings(**given)
+    except SettingsError as error:
+        raise ConfigError(f"{error}; it takes JSON") from None
     except ValidationError as error:
         lines = [
             f"{'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg']}" for e in error.errors()

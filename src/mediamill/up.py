@@ -186,7 +186,7 @@ def _service(settings: Settings, dsn: str, name: str) -> Service:
     env = {k: v for k, v in os.environ.items() if not k.startswith("MEDIAMILL_")}
     given = settings.model_dump(mode="json", exclude_none=True)
     env |= {
-        f"MEDIAMILL_{k.upper()}": json.dumps(v) if isinstance(v, dict) else str(v)
+        f"MEDIAMILL_{k.upper()}": json.dumps(v) if isinstance(v, (dict, list)) else str(v)
         for k, v in given.items()
     }
     env["MEDIAMILL_DATABASE_URL"] = dsn
