@@ -28,9 +28,9 @@ from mediamill.api import (
     problems,
     queues,
     recipes,
+    resumable,
     storage,
     storage_events,
-    uploads,
 )
 from mediamill.api.services import Services
 from mediamill.failures import BY_NAME, Code, Refused
@@ -244,9 +244,9 @@ _PLAIN: Final[tuple[tuple[str, Endpoint, list[str]], ...]] = (
     ("/storage/{key:path}", storage.put_object, ["PUT"]),
     ("/storage/{key:path}", storage.get_object, ["GET"]),
     ("/storage/{key:path}", storage.preflight, ["OPTIONS"]),
-    ("/v1/uploads", uploads.collection, ["POST", "OPTIONS"]),
-    ("/v1/uploads/", uploads.collection, ["POST", "OPTIONS"]),
-    ("/v1/uploads/{upload_id}", uploads.upload, ["HEAD", "PATCH", "DELETE", "POST", "OPTIONS"]),
+    ("/v1/uploads", resumable.collection, ["POST", "OPTIONS"]),
+    ("/v1/uploads/", resumable.collection, ["POST", "OPTIONS"]),
+    ("/v1/uploads/{upload_id}", resumable.upload, ["HEAD", "PATCH", "DELETE", "POST", "OPTIONS"]),
     ("/uppy/{token}/s3/{rest:path}", multipart.uppy, ["GET", "POST", "DELETE", "OPTIONS"]),
     ("/internal/storage-events/{source}", storage_events.receive, ["POST"]),
     ("/internal/storage-events/{source}", storage_events.may_send, ["OPTIONS"]),

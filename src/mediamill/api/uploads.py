@@ -151,7 +151,7 @@ async def _create(request: Request) -> Response:
 
 async def _head(request: Request) -> Response:
     sender = await caller(request, "uploads:write")
-    found = await services(request).transfers.settled(sender.tenant_id, _id(request))
+    found = await services(request).transfers.settled(sender.tenant_id, upload_id(request))
     headers = {
         "Upload-Offset": str(found.received),
         "Cache-Control": "no-store",
@@ -174,7 +174,7 @@ async def _patch(request: Request) -> Response:
     if offset is None:
         raise Refused(Code.MALFORMED_REQUEST, "Send Upload-Offset.")
     checksum = _checksum(request)
-    found = await transfers.get(sender.tenant_id, _id(request))
+    found = await transfers.get(sender.tenant_id, upload_id(request))
     if found.role == "final":
         raise Refused(Code.UPLOAD_IS_FINAL)
     size = _number(request, "upload-length")
@@ -192,7 +192,7 @@ async def _patch(request: Request) -> Response:
 async def _delete(request: Request) -> Response:
     sender = await caller(request, "uploads:write")
     transfers = services(request).transfers
-    await transfers.end(await transfers.get(sender.tenant_id, _id(request)))
+    await transfers.end(await transfers.get(sender.tenant_id, upload_id(request)))
     return Response(status_code=204)
 
 
@@ -202,13 +202,14 @@ async def _append(
     return await services(request).transfers.append(
         found,
         offset,
-        _body(request),
+        body(request),
         length=_number(request, "content-length"),
         checksum=checksum,
     )
 
 
-async def _body(request: Request) -> AsyncIterator[bytes]:
+async def body(request: Request) -> AsyncIterator[bytes]:
+    """The bytes of a request as they come. Raises Cut."""
     try:
         async for chunk in request.stream():
             if chunk:
@@ -246,7 +247,8 @@ def _about(found: Transfer) -> dict[str, str]:
     return headers
 
 
-def _id(request: Request) -> UUID:
+def upload_id(request: Request) -> UUID:
+    """The upload that the path names. Raises Refused."""
     found = ids.decode(ids.UPLOAD, request.path_params["upload_id"])
     if found is None:
         raise Refused(Code.NOT_FOUND)
