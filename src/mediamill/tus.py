@@ -31,6 +31,7 @@ from mediamill.uploads import Minted, Wanted
 log = structlog.get_logger()
 
 _SQL: Final = db.load("transfers")
+PROTOCOL: Final = "tus"
 ALGORITHMS: Final = ("sha1", "sha256")
 """Checksums of one request's bytes."""
 _PART_BYTES: Final = 16 << 20
@@ -125,7 +126,7 @@ class Transfers:
         metadata: str | None = None,
         role: str = "whole",
         joins: str | None = None,
-        protocol: str = "tus",
+        protocol: str = PROTOCOL,
         part_bytes: int | None = None,
         source: str | None = None,
     ) -> Transfer:
@@ -251,7 +252,16 @@ class Transfers:
             writer = _Writer(
                 Transfer(**dict(row)), self._pool, self._store, self._settings, checksum
             )
-            cut = await writer.take_in(chunks, room, turn)
+            try:
+                cut = await writer.take_in(chunks, room, turn)
+            except Failure as failure:
+                if failure.code not in (Code.SOURCE_CHANGED, Code.SOURCE_MISSING):
+                    raise
+                # What it wrote to is another's now, or complete; or the storage gave it up.
+                now = await self.get(transfer.tenant_id, transfer.id)
+                ours = now.fence == row["fence"] and now.completed_at is None
+                lost = ours and failure.code is Code.SOURCE_MISSING
+                raise Refused(Code.UPLOAD_EXPIRED if lost else Code.UPLOAD_TAKEN_OVER) from failure
             found = await self.get(transfer.tenant_id, transfer.id)
             if found.whole and found.completed_at is None:
                 await self.finish(found)

@@ -116,7 +116,8 @@ async def _create(request: Request) -> Response:
 
 async def _head(request: Request) -> Response:
     sender = await caller(request, "uploads:write")
-    found = await services(request).transfers.settled(sender.tenant_id, uploads.upload_id(request))
+    named = await uploads.appendable(request, sender)
+    found = await services(request).transfers.settled(sender.tenant_id, named.id)
     return _state(request, found, 204, {"Cache-Control": "no-store"})
 
 
@@ -132,7 +133,7 @@ async def _patch(request: Request) -> Response:
     complete, offset = _complete(request), _number(request, "upload-offset")
     if offset is None:
         raise Refused(Code.MALFORMED_REQUEST, "Send Upload-Offset.")
-    found = await transfers.get(sender.tenant_id, uploads.upload_id(request))
+    found = await uploads.appendable(request, sender)
     if found.role == "final":
         raise Refused(Code.UPLOAD_IS_FINAL)
     length = _number(request, "upload-length")
@@ -151,7 +152,7 @@ async def _patch(request: Request) -> Response:
 async def _delete(request: Request) -> Response:
     sender = await caller(request, "uploads:write")
     transfers = services(request).transfers
-    await transfers.end(await transfers.get(sender.tenant_id, uploads.upload_id(request)))
+    await transfers.end(await uploads.appendable(request, sender))
     return Response(status_code=204)
 
 
