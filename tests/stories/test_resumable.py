@@ -124,6 +124,7 @@ def test_the_python_client_uploads_in_chunks_with_checksums(
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(240)
 def test_an_api_killed_in_the_middle_loses_nothing_that_it_confirmed(
     platform: Platform, clips: Clips
 ) -> None:
@@ -179,6 +180,7 @@ def test_a_connection_that_is_cut_keeps_what_came(each_platform: Platform, clips
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(240)
 def test_an_api_that_is_told_to_stop_keeps_what_came(platform: Platform, clips: Clips) -> None:
     photo = clips.photo
     api = platform.start_api()
@@ -196,6 +198,7 @@ def test_an_api_that_is_told_to_stop_keeps_what_came(platform: Platform, clips: 
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(240)
 def test_a_file_is_fetched_from_its_address(make_platform: Make, clips: Clips) -> None:
     """The worker that fetches it is killed in between; another one goes on."""
     asked: list[str] = []

@@ -126,6 +126,7 @@ def test_a_photograph_goes_through_a_bucket_and_leaves_nothing_there(
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(240)
 def test_a_form_ends_in_the_bucket(platform: Platform, bucket: Bucket, clips: Clips) -> None:
     platform.start_api()
     platform.start_worker("image=1,maintenance=1")
@@ -158,6 +159,7 @@ def test_an_original_that_is_replaced_after_its_acceptance_is_refused(
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(240)
 def test_a_bucket_that_cannot_be_used_stops_the_start_with_a_sentence(
     make_platform: Make, s3_server: Seaweed, bucket: Bucket
 ) -> None:
@@ -175,6 +177,7 @@ def test_a_bucket_that_cannot_be_used_stops_the_start_with_a_sentence(
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(240)
 def test_a_bucket_says_itself_that_an_upload_is_there(
     make_platform: Make, clips: Clips, tmp_path: Path
 ) -> None:
@@ -198,6 +201,7 @@ def test_a_bucket_says_itself_that_an_upload_is_there(
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(240)
 def test_deletions_that_are_cut_off_half_way_are_finished(
     make_platform: Make, bucket: Bucket, clips: Clips
 ) -> None:
