@@ -95,6 +95,7 @@ class Settings(BaseSettings):
     max_crashes: int = Field(ge=1, le=100)
     upload_ttl_seconds: int = Field(ge=10, le=3600 * 24 * 7)
     resumable_ttl_seconds: int = Field(ge=60, le=3600 * 24 * 7)
+    draft_resumable_uploads: bool = Field()
     read_url_ttl_seconds: int = Field(ge=10, le=3600 * 24 * 7)
     max_image_bytes: int = Field(ge=1)
     max_video_bytes: int = Field(ge=1)

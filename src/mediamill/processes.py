@@ -35,8 +35,10 @@ from mediamill.keys import Keychain
 from mediamill.lease import Leases, Stop
 from mediamill.maintenance import Maintenance
 from mediamill.mill import Mill
+from mediamill.sources import Fetcher
 from mediamill.storage import Storage
 from mediamill.storage.choice import open_storage
+from mediamill.tus import Transfers
 from mediamill.webhooks import Courier
 from mediamill.worker import ScratchFolder, Worker, sweep_scratch
 
@@ -207,8 +209,16 @@ async def _serve_worker(settings: Settings, app: str | None) -> None:
 async def _maintain(
     settings: Settings, pool: db.Pool, store: Storage, slots: dict[str, int]
 ) -> None:
-    if slots.get("maintenance", 0) > 0:
-        await Maintenance(settings, pool, store).run()
+    if slots.get("maintenance", 0) <= 0:
+        return
+    egress = Egress(Policy.of(settings))
+    try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(Maintenance(settings, pool, store).run())
+            fetcher = Fetcher(settings, Transfers(settings, pool, store), egress)
+            group.create_task(fetcher.run())
+    finally:
+        egress.close()
 
 
 async def _deliver(settings: Settings, pool: db.Pool, name: str, slots: dict[str, int]) -> None:

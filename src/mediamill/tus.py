@@ -9,6 +9,7 @@ and accepted like any other original.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import hmac
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -22,7 +23,7 @@ import structlog
 
 from mediamill import db, failpoints, media, uploads
 from mediamill.config import Settings
-from mediamill.failures import Code, Failure, Refused
+from mediamill.failures import Code, Failure, Problem, Refused
 from mediamill.states import MediaState
 from mediamill.storage import AlreadyStored, Part, PartReceiver, Storage
 from mediamill.uploads import Minted, Wanted
@@ -30,6 +31,7 @@ from mediamill.uploads import Minted, Wanted
 log = structlog.get_logger()
 
 _SQL: Final = db.load("transfers")
+PROTOCOL: Final = "tus"
 ALGORITHMS: Final = ("sha1", "sha256")
 """Checksums of one request's bytes."""
 _PART_BYTES: Final = 16 << 20
@@ -72,6 +74,9 @@ class Transfer:
     metadata: str | None
     joins: str | None
     version: str | None
+    source: str | None
+    due_at: datetime | None
+    tries: int
     created_at: datetime
     expires_at: datetime
     completed_at: datetime | None
@@ -121,8 +126,9 @@ class Transfers:
         metadata: str | None = None,
         role: str = "whole",
         joins: str | None = None,
-        protocol: str = "tus",
+        protocol: str = PROTOCOL,
         part_bytes: int | None = None,
+        source: str | None = None,
         connection: db.Connection | None = None,
     ) -> Transfer:
         """A new upload; its media awaits it as soon as the size is known.
@@ -153,8 +159,11 @@ class Transfers:
                     metadata,
                     joins,
                     timedelta(seconds=self._settings.resumable_ttl_seconds),
+                    source,
                 )
-                if row is not None and role != "partial" and size is not None:
+                if source is not None:  # its media is seen from the start, without a size
+                    await media.open_slot(used, dataclasses.replace(known, size=0))
+                elif row is not None and role != "partial" and size is not None:
                     await self._await(used, tenant_id, wanted, minted, size)
         except BaseException:
             await self._store.abort_parts(minted.key, parts)
@@ -183,20 +192,34 @@ class Transfers:
             found = await self.get(tenant_id, transfer_id)
         return found
 
-    async def declare_size(self, transfer: Transfer, size: int) -> Transfer:
-        """Say how large an upload is that began without saying so. Raises Refused."""
+    async def declare_size(
+        self, transfer: Transfer, size: int, *, content_type: str | None = None
+    ) -> Transfer:
+        """Say how large an upload is that began without saying so. `content_type` counts where its
+        client named none. Raises Refused."""
         if transfer.size == size:
             return transfer
         if transfer.size is not None or size < transfer.received:
             raise Refused(Code.INVALID_REQUEST, "The length of an upload is said once.")
         wanted = Wanted(**{"size": size, **transfer.wanted})
+        if wanted.content_type is None and content_type is not None:
+            wanted = dataclasses.replace(wanted, content_type=content_type)
         minted = Minted(transfer.id, transfer.key)
         async with db.transaction(self._pool) as connection:
-            uploads.slot(self._settings, transfer.tenant_id, _sized(wanted, size), minted)
-            if (
-                await connection.fetchval(_SQL.settle_size, transfer.tenant_id, transfer.id, size)
-                and transfer.role == "whole"
-            ):
+            slot = uploads.slot(self._settings, transfer.tenant_id, _sized(wanted, size), minted)
+            settled = await connection.fetchval(
+                _SQL.settle_size, transfer.tenant_id, transfer.id, size
+            )
+            if settled and transfer.source is not None:
+                await connection.execute(
+                    _SQL.size_known,
+                    transfer.tenant_id,
+                    transfer.id,
+                    size,
+                    slot.content_type,
+                    slot.kind,
+                )
+            elif settled and transfer.role == "whole":
                 await self._await(connection, transfer.tenant_id, wanted, minted, size)
         return await self.get(transfer.tenant_id, transfer.id)
 
@@ -232,7 +255,16 @@ class Transfers:
             writer = _Writer(
                 Transfer(**dict(row)), self._pool, self._store, self._settings, checksum
             )
-            cut = await writer.take_in(chunks, room, turn)
+            try:
+                cut = await writer.take_in(chunks, room, turn)
+            except Failure as failure:
+                if failure.code not in (Code.SOURCE_CHANGED, Code.SOURCE_MISSING):
+                    raise
+                # What it wrote to is another's now, or complete; or the storage gave it up.
+                now = await self.get(transfer.tenant_id, transfer.id)
+                ours = now.fence == row["fence"] and now.completed_at is None
+                lost = ours and failure.code is Code.SOURCE_MISSING
+                raise Refused(Code.UPLOAD_EXPIRED if lost else Code.UPLOAD_TAKEN_OVER) from failure
             found = await self.get(transfer.tenant_id, transfer.id)
             if found.whole and found.completed_at is None:
                 await self.finish(found)
@@ -331,6 +363,27 @@ class Transfers:
             return made
         async with aclosing(self._bytes_of(found, made.received)) as chunks:
             return await self.append(made, made.received, chunks, length=None)
+
+    async def claim_sources(self, *, most: int, hold_seconds: float) -> list[Transfer]:
+        """Files that are to be fetched now; nobody else is given them for `hold_seconds`."""
+        async with db.acquire(self._pool) as connection:
+            rows = await connection.fetch(_SQL.claim_sources, most, timedelta(seconds=hold_seconds))
+        return [Transfer(**dict(row)) for row in rows]
+
+    async def put_off(self, transfer: Transfer, *, seconds: float) -> None:
+        """Nobody is given this file before that."""
+        async with db.acquire(self._pool) as connection:
+            await connection.execute(
+                _SQL.put_off, transfer.tenant_id, transfer.id, timedelta(seconds=seconds)
+            )
+
+    async def blame(self, transfer: Transfer, problem: Problem) -> None:
+        """Give a file up that cannot be fetched: its media expires, and says why."""
+        tenant_id, transfer_id = transfer.tenant_id, transfer.id
+        async with db.transaction(self._pool) as connection:
+            await connection.execute(_SQL.blame, tenant_id, transfer_id, problem.as_dict())
+            await media.expire(connection, tenant_id, transfer_id)
+            await connection.fetchval(_SQL.end, tenant_id, transfer_id)
 
     async def _bytes_of(
         self, transfers: Sequence[Transfer], skipped: int

@@ -193,6 +193,17 @@ async def test_uploads_of_others_are_not_seen(api: Api, other: httpx.AsyncClient
     check_problem(await api.client.get(f"{tus_made.headers['location']}/parts"), 404, "not_found")
     async with api.stranger() as stranger:
         check_problem(await stranger.get(body["links"]["parts"]), 401, "unauthenticated")
+    chunk = {
+        "Tus-Resumable": "1.0.0",
+        "Upload-Offset": "0",
+        "Content-Type": "application/offset+octet-stream",
+    }
+    for answer in (
+        await api.client.patch(body["links"]["self"], content=b"x", headers=chunk),
+        await api.client.delete(body["links"]["self"], headers=chunk),
+    ):
+        check_problem(answer, 404, "not_found")
+    assert (await api.client.head(body["links"]["self"], headers=chunk)).status_code == 404
 
 
 # As Uppy's S3 plugin speaks to a Companion.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2 as httpx
@@ -23,6 +25,7 @@ from tests.test_storage_events import (
 )
 
 from mediamill import ids
+from mediamill.egress import Egress
 from mediamill.maintenance import Maintenance
 from mediamill.storage import s3 as s3_storage
 from mediamill.storage.s3 import S3Storage, Wire, open_s3
@@ -262,3 +265,27 @@ async def test_handshakes_are_answered(told: Told) -> None:
         assert asked.status_code == 200
         assert asked.headers["webhook-allowed-origin"] == "eventgrid.azure.net"
         assert (await sender.options("/internal/storage-events/bucket")).status_code == 401
+
+
+async def test_a_subscription_is_confirmed_at_its_own_sender_only(
+    told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[str] = []
+
+    @asynccontextmanager
+    async def call(_: Egress, method: str, url: str) -> AsyncIterator[Any]:
+        called.append(f"{method} {url}")
+        yield SimpleNamespace(status=200)
+
+    monkeypatch.setattr(Egress, "call", call)
+    good = "https://sns.eu-west-1.amazonaws.com/?Action=ConfirmSubscription&Token=1"
+    for url, status in (
+        (good, 200),
+        ("https://sns.eu-west-1.amazonaws.com.evil.test/?Token=1", 422),
+        ("http://sns.eu-west-1.amazonaws.com/?Token=1", 422),
+        ("https://evil.test/?x=https://sns.eu-west-1.amazonaws.com/?", 422),
+        ("https://sns.eu-west-1.amazonaws.com@evil.test/?", 422),
+    ):
+        body = {"Type": "SubscriptionConfirmation", "SubscribeURL": url}
+        assert (await told.tell(body)).status_code == status, url
+    assert called == [f"GET {good}"]

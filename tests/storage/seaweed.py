@@ -45,9 +45,15 @@ class Seaweed:
 
 
 @contextmanager
-def seaweed(folder: Path) -> Iterator[Seaweed]:
-    """A running server that keeps its data in `folder`."""
+def seaweed(folder: Path, *, tell: tuple[str, str] | None = None) -> Iterator[Seaweed]:
+    """A running server that keeps its data in `folder`. `tell` is an address that hears of every
+    object, and the token that it is shown."""
     folder.mkdir(parents=True, exist_ok=True)
+    if tell is not None:
+        (folder / "notification.toml").write_text(
+            f'[notification.webhook]\nenabled = true\nendpoint = "{tell[0]}"\n'
+            f'bearer_token = "{tell[1]}"\n'
+        )
     config = folder / "s3.json"
     key = {"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}
     actions = ["Admin", "Read", "Write", "List", "Tagging"]

@@ -6,7 +6,9 @@ import hashlib
 import io
 import signal
 import socket
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx2 as httpx
 import pytest
@@ -121,6 +123,8 @@ def test_the_python_client_uploads_in_chunks_with_checksums(
     platform.assert_nothing_left()
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(240)
 def test_an_api_killed_in_the_middle_loses_nothing_that_it_confirmed(
     platform: Platform, clips: Clips
 ) -> None:
@@ -175,6 +179,8 @@ def test_a_connection_that_is_cut_keeps_what_came(each_platform: Platform, clips
     stalled.close()
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(240)
 def test_an_api_that_is_told_to_stop_keeps_what_came(platform: Platform, clips: Clips) -> None:
     photo = clips.photo
     api = platform.start_api()
@@ -189,3 +195,47 @@ def test_an_api_that_is_told_to_stop_keeps_what_came(platform: Platform, clips: 
     platform.start_api()
     assert offset(platform, url) <= 6000
     finish(platform, url, photo)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(240)
+def test_a_file_is_fetched_from_its_address(make_platform: Make, clips: Clips) -> None:
+    """The worker that fetches it is killed in between; another one goes on."""
+    asked: list[str] = []
+
+    class Photo(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            start = int((self.headers.get("Range") or "bytes=0-")[6:-1])
+            asked.append(str(start))
+            size = len(clips.photo)
+            self.send_response(206 if start else 200)
+            self.send_header("Content-Length", str(size - start))
+            if start:
+                self.send_header("Content-Range", f"bytes {start}-{size - 1}/{size}")
+            self.end_headers()
+            if len(asked) == 1:
+                self.wfile.write(clips.photo[:4000])
+                time.sleep(3)
+            else:
+                self.wfile.write(clips.photo[start:])
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Photo)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    platform = make_platform(egress_allow_networks='["127.0.0.0/8", "::1/128"]')
+    platform.start_api()
+    first = platform.start_worker("image=1,maintenance=1")
+    url = f"http://localhost:{server.server_port}/photo.jpg"
+    body = platform.http.post("/v1/media", json={"source": {"url": url}}).json()
+    until(lambda: asked, seconds=10, why="nobody asks for it")
+    first.kill()
+    platform.rows("UPDATE transfers SET due_at = now()")
+    platform.start_worker("image=1,maintenance=1")
+    done = platform.wait_for_state(body["id"], "ready")
+    assert done["sha256"] == hashlib.sha256(clips.photo).hexdigest()
+    assert done["filename"] == "photo.jpg"
+    platform.assert_path_is_legal(body["id"])
+    server.shutdown()
+    server.server_close()

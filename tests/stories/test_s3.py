@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx2 as httpx
 import pytest
-from tests.storage.seaweed import ACCESS_KEY, SECRET_KEY, Seaweed, bucket_name
+from tests.storage.seaweed import ACCESS_KEY, SECRET_KEY, Seaweed, bucket_name, seaweed
 from tests.stories.clips import Clips
 from tests.stories.conftest import Make
-from tests.stories.harness import Body, Platform, until
+from tests.stories.harness import Body, Platform, free_port, until
 
 from mediamill.storage.s3 import Place, Wire
 
@@ -123,6 +125,8 @@ def test_a_photograph_goes_through_a_bucket_and_leaves_nothing_there(
     until(lambda: bucket.everything() == ["mediamill-storage"], seconds=15, why="bytes are left")
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(240)
 def test_a_form_ends_in_the_bucket(platform: Platform, bucket: Bucket, clips: Clips) -> None:
     platform.start_api()
     platform.start_worker("image=1,maintenance=1")
@@ -154,6 +158,8 @@ def test_an_original_that_is_replaced_after_its_acceptance_is_refused(
         assert platform.main_job(media_id)["attempt"] == 1
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(240)
 def test_a_bucket_that_cannot_be_used_stops_the_start_with_a_sentence(
     make_platform: Make, s3_server: Seaweed, bucket: Bucket
 ) -> None:
@@ -168,3 +174,66 @@ def test_a_bucket_that_cannot_be_used_stops_the_start_with_a_sentence(
         api = platform._start("api", {"port": 0})
         assert api.popen.wait(30) == 1
         assert said in api.log.read_text()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(240)
+def test_a_bucket_says_itself_that_an_upload_is_there(
+    make_platform: Make, clips: Clips, tmp_path: Path
+) -> None:
+    """A real server posts its events, noise and all; nobody calls `complete`."""
+    secret, port = "a-secret-of-the-bucket", free_port()
+    tell = f"http://127.0.0.1:{port}/internal/storage-events/weed", secret
+    with seaweed(tmp_path / "weed", tell=tell) as server:
+        bucket = Bucket(server)
+        given = server.settings(bucket.name, storage_event_secrets=json.dumps({"weed": secret}))
+        platform = make_platform(**given)
+        platform.port = port
+        platform.start_api()
+        platform.start_worker("image=1,maintenance=1")
+        slot = platform.open_slot(len(clips.photo), "photo.jpg")
+        assert send(slot, clips.photo).status_code == 200
+        platform.wait_for_state(slot["id"], "ready")
+        assert len(platform.jobs(slot["id"])) == 1
+        shown = platform.http.get("/metrics").text
+        assert 'media_storage_events_total{outcome="accepted",provider="seaweedfs"} 1.0' in shown
+        platform.close()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(240)
+def test_deletions_that_are_cut_off_half_way_are_finished(
+    make_platform: Make, bucket: Bucket, clips: Clips
+) -> None:
+    """The sweeper dies between the bytes and the row, of a deletion and of an expired upload."""
+    platform = make_platform(**bucket.server.settings(bucket.name))
+    platform.start_api()
+    platform.start_worker("image=1,maintenance=0")
+    media_id = platform.post_form(clips.photo, "photo.jpg").json()["id"]
+    platform.wait_for_state(media_id, "ready")
+    headers = {"Tus-Resumable": "1.0.0", "Upload-Length": "100"}
+    begun = platform.http.post("/v1/uploads", headers=headers).headers["location"]
+    chunk = {
+        "Tus-Resumable": "1.0.0",
+        "Upload-Offset": "0",
+        "Content-Type": "application/offset+octet-stream",
+    }
+    assert platform.http.patch(begun, content=b"x" * 10, headers=chunk).status_code == 204
+    platform.rows("UPDATE transfers SET expires_at = now() - interval '1 hour'")
+    for place in ("tus.swept", "maintenance.erase"):
+        if place == "maintenance.erase":
+            assert platform.http.delete(f"/v1/media/{media_id}").status_code == 202
+        dying = platform.start_worker("maintenance=1", failpoint=f"{place}:kill9")
+        assert dying.popen.wait(60) == -9, f"it did not reach {place}"
+        if place == "tus.swept":
+            assert platform.rows("SELECT 1 FROM transfers WHERE swept_at IS NULL")
+    platform.start_worker("maintenance=1")
+    until(
+        lambda: (
+            bucket.everything() == ["mediamill-storage"]
+            and not platform.rows("SELECT 1 FROM erasures")
+            and not platform.rows("SELECT 1 FROM transfers WHERE swept_at IS NULL")
+        ),
+        seconds=60,
+        why="something is left",
+    )

@@ -6,8 +6,10 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Final, Literal
+from urllib.parse import unquote, urlsplit
 from uuid import UUID
 
 from fastapi import APIRouter
@@ -64,12 +66,14 @@ from mediamill.api.services import (
     wait_for,
     wait_seconds,
 )
+from mediamill.egress import Unreachable
 from mediamill.estimates import Work
 from mediamill.events import Topic
-from mediamill.failures import Code, Refused
+from mediamill.failures import Code, Failure, Refused
 from mediamill.idempotency import Answer
 from mediamill.keys import Caller
 from mediamill.sniff import sniff
+from mediamill.sources import PROTOCOL
 from mediamill.states import JobState, MediaState
 
 SCHEMA_VERSION: Final = 1
@@ -125,6 +129,37 @@ class NewMedia(BaseModel):
 
     def wanted(self) -> uploads.Wanted:
         return uploads.Wanted(**self.model_dump(exclude={"schema_version", "callback_url"}))
+
+
+class Source(BaseModel):
+    """Where a file is fetched from."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    url: str = Field(min_length=8, max_length=2048)
+
+
+class NewFetch(BaseModel):
+    """A file that we fetch ourselves; its size is what its address says."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    schema_version: Literal[1] = 1
+    source: Source
+    content_type: str | None = Field(default=None, max_length=255)
+    filename: str | None = Field(default=None, max_length=1024)
+    sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+    recipe: str = Field(default="web", max_length=63)
+    recipe_version: int | None = Field(default=None, ge=1)
+    metadata: Metadata = Field(default_factory=dict, max_length=32)
+    ttl_seconds: float | None = Field(default=None, gt=0, le=10 * 365 * 86400)
+    callback_url: str | None = Field(default=None, max_length=2048, description=CALLBACK)
+
+    def wanted(self) -> uploads.Wanted:
+        """What is known now. A name that was not given is the address's last part."""
+        given = self.model_dump(exclude={"schema_version", "source", "callback_url"})
+        last = unquote(urlsplit(self.source.url).path.rpartition("/")[2])
+        return uploads.Wanted(size=0, **given | {"filename": self.filename or last or None})
 
 
 class NewForm(BaseModel):
@@ -241,7 +276,7 @@ async def create_media(request: Request) -> Response:
     """Open an upload slot (JSON), or upload a small file in one request (multipart/form-data).
 
     A slot answers 201 with a signed write-once `upload` request; a form answers 202: the file is
-    accepted and queued.
+    accepted and queued. With `source.url` in place of a size the file is fetched (202).
     """
     sender = await caller(request, "uploads:write")
     known_parameters(request)
@@ -254,6 +289,8 @@ async def create_media(request: Request) -> Response:
 async def _open_slot(request: Request, sender: Caller) -> Response:
     here = services(request)
     raw = await json_body(request)
+    if names_a_source(raw):
+        return await _fetch(request, sender, raw)
     asked = parse_body(NewMedia, raw)
     wanted = asked.wanted()
     key = idempotency_key(request, sender, idempotency.fingerprint("json", raw), route="/v1/media")
@@ -279,6 +316,52 @@ async def _open_slot(request: Request, sender: Caller) -> Response:
             connection, key, keep_seconds=here.settings.idempotency_seconds, work=work
         )
     failpoints.hit("api.opened")
+    return _answered(answer)
+
+
+def names_a_source(raw: bytes) -> bool:
+    """Whether a body asks for a fetch."""
+    with suppress(ValueError, RecursionError):
+        given = json.loads(raw)
+        return isinstance(given, dict) and "source" in given
+    return False
+
+
+async def _fetch(request: Request, sender: Caller, raw: bytes) -> Response:
+    """Take the address in; a worker fetches it. What may not be called is refused now."""
+    here = services(request)
+    given = parse_body(NewFetch, raw)
+    wanted = given.wanted()
+    key = idempotency_key(request, sender, idempotency.fingerprint("json", raw), route="/v1/media")
+    try:
+        await here.egress.check(given.source.url)
+    except Unreachable:
+        pass  # it may answer later
+    except Failure as failure:
+        raise Refused(
+            failure.code,
+            failure.problem.detail,
+            errors=[{"pointer": "/source/url", "detail": failure.problem.detail}],
+        ) from None
+    callback = await Callback.of(here, given.callback_url)
+    async with db.transaction(here.pool) as connection:
+
+        async def work() -> Answer:
+            made = await here.transfers.open(
+                sender.tenant_id,
+                wanted,
+                size=None,
+                protocol=PROTOCOL,
+                source=given.source.url,
+                connection=connection,
+            )
+            await callback.register(connection, sender.tenant_id, made.id)
+            body = await shown_media(here, connection, sender.tenant_id, made.id)
+            return Answer(202, json_text(body), _path(made.id), made.id)
+
+        answer = await idempotency.once(
+            connection, key, keep_seconds=here.settings.idempotency_seconds, work=work
+        )
     return _answered(answer)
 
 

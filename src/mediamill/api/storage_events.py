@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hmac
+import re
 from collections import Counter
+from http import HTTPStatus
 from typing import Final
 
 import structlog
@@ -12,13 +14,16 @@ from starlette.responses import Response
 
 from mediamill import storage_events
 from mediamill.api.services import json_response, services
-from mediamill.failures import Code, Refused
+from mediamill.config import Settings
+from mediamill.egress import Egress, Policy
+from mediamill.failures import Code, Failure, Refused
 from mediamill.observability import Metrics
 from mediamill.storage_events import Handshake, Unreadable
 
 log = structlog.get_logger()
 
 _MOST_BYTES: Final = 256 << 10
+_SNS_ADDRESS: Final = re.compile(r"https://sns\.[a-z0-9-]{1,40}\.amazonaws\.com(\.cn)?/\?")
 
 
 async def receive(request: Request) -> Response:
@@ -38,12 +43,28 @@ async def receive(request: Request) -> Response:
     outcomes: Counter[str] = Counter()
     for hint in found:
         if isinstance(hint, Handshake):
-            log.warning("storage_events_handshake", provider=hint.provider, url=hint.confirm_url)
+            if hint.confirm_url is not None:
+                await _confirm(here.settings, hint.confirm_url)
+            log.info("storage_events_confirmed", provider=hint.provider)
             return json_response(dict(hint.answer), 200)
         outcome = await storage_events.follow(here.pool, here.storage, here.settings, hint)
         metrics.storage_events.labels(hint.provider, outcome).inc()
         outcomes[outcome] += 1
     return json_response({"schema_version": 1, **outcomes}, 200)
+
+
+async def _confirm(settings: Settings, url: str) -> None:
+    """Call the address that confirms a subscription, if it is one of the sender's own. Raises
+    Refused, Failure."""
+    if not _SNS_ADDRESS.match(url):
+        raise Refused(Code.SOURCE_NOT_ALLOWED, "SubscribeURL is not an address of SNS.")
+    egress = Egress(Policy.of(settings))
+    try:
+        async with egress.call("GET", url) as reply:
+            if reply.status != HTTPStatus.OK:
+                raise Failure(Code.TARGET_UNREACHABLE, f"SNS answered {reply.status}.")
+    finally:
+        egress.close()
 
 
 async def may_send(request: Request) -> Response:

@@ -20,6 +20,7 @@ from mediamill import db, ids, tus
 from mediamill.api.problems import problem_response
 from mediamill.api.services import caller, services
 from mediamill.failures import Code, Failure, Problem, Refused
+from mediamill.keys import Caller
 from mediamill.tus import Checksum, Cut, Transfer
 from mediamill.uploads import Wanted
 
@@ -151,7 +152,8 @@ async def _create(request: Request) -> Response:
 
 async def _head(request: Request) -> Response:
     sender = await caller(request, "uploads:write")
-    found = await services(request).transfers.settled(sender.tenant_id, _id(request))
+    named = await appendable(request, sender)
+    found = await services(request).transfers.settled(sender.tenant_id, named.id)
     headers = {
         "Upload-Offset": str(found.received),
         "Cache-Control": "no-store",
@@ -174,7 +176,7 @@ async def _patch(request: Request) -> Response:
     if offset is None:
         raise Refused(Code.MALFORMED_REQUEST, "Send Upload-Offset.")
     checksum = _checksum(request)
-    found = await transfers.get(sender.tenant_id, _id(request))
+    found = await appendable(request, sender)
     if found.role == "final":
         raise Refused(Code.UPLOAD_IS_FINAL)
     size = _number(request, "upload-length")
@@ -192,7 +194,7 @@ async def _patch(request: Request) -> Response:
 async def _delete(request: Request) -> Response:
     sender = await caller(request, "uploads:write")
     transfers = services(request).transfers
-    await transfers.end(await transfers.get(sender.tenant_id, _id(request)))
+    await transfers.end(await appendable(request, sender))
     return Response(status_code=204)
 
 
@@ -202,13 +204,14 @@ async def _append(
     return await services(request).transfers.append(
         found,
         offset,
-        _body(request),
+        body(request),
         length=_number(request, "content-length"),
         checksum=checksum,
     )
 
 
-async def _body(request: Request) -> AsyncIterator[bytes]:
+async def body(request: Request) -> AsyncIterator[bytes]:
+    """The bytes of a request as they come. Raises Cut."""
     try:
         async for chunk in request.stream():
             if chunk:
@@ -246,9 +249,13 @@ def _about(found: Transfer) -> dict[str, str]:
     return headers
 
 
-def _id(request: Request) -> UUID:
-    found = ids.decode(ids.UPLOAD, request.path_params["upload_id"])
-    if found is None:
+async def appendable(request: Request, sender: Caller) -> Transfer:
+    """The upload that the path names, if it is one that bytes are appended to. Raises Refused."""
+    named = ids.decode(ids.UPLOAD, request.path_params["upload_id"])
+    if named is None:
+        raise Refused(Code.NOT_FOUND)
+    found = await services(request).transfers.get(sender.tenant_id, named)
+    if found.protocol != tus.PROTOCOL:
         raise Refused(Code.NOT_FOUND)
     return found
 

@@ -2,8 +2,9 @@
 
 -- name: open
 INSERT INTO transfers (tenant_id, id, protocol, role, key, parts, size, part_bytes, wanted, metadata,
-                       joins, expires_at)
-VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, now() + $12::interval)
+                       joins, expires_at, source, due_at)
+VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, now() + $12::interval, $13,
+        CASE WHEN $13::text IS NOT NULL THEN now() END)
 ON CONFLICT (tenant_id, joins) WHERE joins IS NOT NULL DO NOTHING
 RETURNING *
 
@@ -103,3 +104,29 @@ DELETE FROM transfers
 WHERE (tenant_id, id) IN (
     SELECT tenant_id, id FROM transfers
     WHERE swept_at < now() - interval '1 day' LIMIT $1)
+
+-- name: claim_sources
+-- What is to be fetched now. Whoever claims it has it for $2, and may ask for more; should two be at
+-- it all the same, the fence tells them apart.
+UPDATE transfers SET due_at = now() + $2::interval, tries = tries + 1
+WHERE (tenant_id, id) IN (
+    SELECT tenant_id, id FROM transfers
+    WHERE source IS NOT NULL AND completed_at IS NULL AND swept_at IS NULL
+      AND due_at <= now() AND expires_at > now()
+    ORDER BY due_at LIMIT $1
+    FOR UPDATE SKIP LOCKED)
+RETURNING *
+
+-- name: put_off
+UPDATE transfers SET due_at = now() + $3::interval
+WHERE tenant_id = $1 AND id = $2 AND completed_at IS NULL
+
+-- name: size_known
+-- The media of a file that is fetched learns its size, and its type if nobody had said one.
+UPDATE media SET size = $3, content_type = $4, kind = $5, version = version + 1
+WHERE tenant_id = $1 AND id = $2 AND state = 'awaiting_upload' AND deleted_at IS NULL
+
+-- name: blame
+-- Why the media of this upload will never come.
+UPDATE media SET error = $3, version = version + 1
+WHERE tenant_id = $1 AND id = $2 AND state = 'awaiting_upload' AND deleted_at IS NULL

@@ -355,10 +355,8 @@ class S3Storage:
         if there.size > _COPY_BYTES:
             await self._copy_large(headers, key, there.size)
             return
-        if self.abilities.conditional_put:
-            headers["If-None-Match"] = "*"
         try:
-            await self.wire.send("PUT", key, headers=headers)
+            await self._send_new("PUT", key, headers=headers)
         except Refusal as refusal:
             raise _meant(refusal, key) from refusal
 
@@ -506,11 +504,8 @@ class S3Storage:
             for part in sorted(parts, key=lambda part: part.number)
         )
         body = f"<CompleteMultipartUpload>{listed}</CompleteMultipartUpload>".encode()
-        headers = {"If-None-Match": "*"} if self.abilities.conditional_put else {}
         try:
-            await self.wire.send(
-                "POST", key, query={"uploadId": upload}, headers=headers, content=body
-            )
+            await self._send_new("POST", key, query={"uploadId": upload}, content=body)
         except Refusal as refusal:
             # Its answer may have been lost before: then the object is there, and no upload.
             stored = await self.stat(key) if refusal.code != "InvalidPart" else None
@@ -558,6 +553,33 @@ class S3Storage:
             return await self.wire.send(method, key, query=query, headers=headers)
         except Refusal as refusal:
             raise _meant(refusal, key) from refusal
+
+    async def _send_new(
+        self,
+        method: str,
+        key: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        content: bytes | None = None,
+    ) -> None:
+        """Make an object that is not there yet. Some servers know the condition for a plain PUT
+        only; whoever calls has looked before."""
+        given = dict(headers or {})
+        if self.abilities.conditional_put:
+            try:
+                await self.wire.send(
+                    method,
+                    key,
+                    query=query,
+                    headers={**given, "If-None-Match": "*"},
+                    content=content,
+                )
+                return
+            except Refusal as refusal:
+                if refusal.code != "NotImplemented" and refusal.status != 501:
+                    raise
+        await self.wire.send(method, key, query=query, headers=given, content=content)
 
     # Requests for others to send.
 
@@ -883,7 +905,7 @@ def _checked(answer: httpx.Response) -> httpx.Response:
     if not failed and not code:
         return answer
     status = answer.status_code if failed else 500
-    if code in ("AccessDenied", "NoSuchUpload", "NoSuchKey") or status < 500:
+    if code in ("AccessDenied", "NoSuchUpload", "NoSuchKey") or status < 500 or status == 501:
         raise Refusal(status, code)
     raise Failure(Code.STORAGE_UNAVAILABLE)
 

@@ -1,9 +1,9 @@
--- Bytes that come in by parts, over many requests: tus and signed multipart.
+-- Bytes that come in by parts, over many requests: tus, signed multipart, and what we fetch ourselves.
 
 CREATE TABLE transfers (
     tenant_id    text NOT NULL REFERENCES tenants,
     id           uuid NOT NULL,               -- also the id of the media that comes of it
-    protocol     text NOT NULL CHECK (protocol IN ('tus', 'multipart')),
+    protocol     text NOT NULL CHECK (protocol IN ('tus', 'multipart', 'fetch')),
     role         text NOT NULL DEFAULT 'whole' CHECK (role IN ('whole', 'partial', 'final')),
     key          text NOT NULL,               -- the object that it becomes
     parts        text NOT NULL,               -- the storage's name for the object in parts
@@ -19,6 +19,9 @@ CREATE TABLE transfers (
     metadata     text,                        -- Upload-Metadata as it was sent
     joins        text,                        -- of a final upload: the partial ones
     version      text,                        -- the storage's version of the complete object
+    source       text,                        -- where we fetch it from
+    due_at       timestamptz,                 -- when that is tried next; a fetcher at work moves it on
+    tries        int NOT NULL DEFAULT 0,
     created_at   timestamptz NOT NULL DEFAULT now(),
     expires_at   timestamptz NOT NULL,
     completed_at timestamptz,
@@ -27,6 +30,9 @@ CREATE TABLE transfers (
 );
 CREATE UNIQUE INDEX transfers_joins ON transfers (tenant_id, joins) WHERE joins IS NOT NULL;
 CREATE INDEX transfers_open ON transfers (expires_at) WHERE swept_at IS NULL;
+
+CREATE INDEX transfers_due ON transfers (due_at)
+    WHERE source IS NOT NULL AND completed_at IS NULL AND swept_at IS NULL;
 
 CREATE TABLE transfer_parts (
     tenant_id   text NOT NULL,
