@@ -362,6 +362,34 @@ async def test_a_clock_that_begins_late_and_black_is_set_to_zero(
     assert max(spot(done.files["hls/180p.mp4"], 0.5, 0.5, at=0.6)) > 60
 
 
+async def test_an_edit_list_is_honored(studio: Studio, films: Films) -> None:
+    """The first second is red and is to be left out; decoding must begin with it all the same."""
+    whole = films.make(
+        "red-then-blue.mp4",
+        picture="color=c=red:s=192x108:r=25,drawbox=c=blue:t=fill:enable='gte(t,1)'",
+        seconds=3,
+        more=("-g", "250", "-c:a", "aac"),
+    )
+    source = films.folder / "edited.mp4"
+    ffmpeg("-v", "error", "-ss", "1.2", "-i", whole, "-c", "copy", source)
+    assert b"elst" in source.read_bytes()
+    done = await studio.handle(source, [MP4, HLS, POSTER])
+    assert done.description.duration_seconds == pytest.approx(1.8, abs=0.1)
+    for file in ("video.mp4", "hls/96p.mp4", "poster.jpg"):
+        color = spot(done.files[file], 0.5, 0.5)
+        assert color[2] > 180 > 80 > color[0], (file, color)
+    assert len(packets(done.files["hls/96p.mp4"])) == pytest.approx(45, abs=1)
+
+
+async def test_the_same_film_gives_the_same_files(studio: Studio, films: Films) -> None:
+    source = films.make("plain.mp4", more=("-c:a", "aac"))
+    wanted = [{**HLS, "ladder": LADDER[1:]}, {**MP4, "short_side": 96}]
+    one, two = [await studio.handle(source, wanted) for _ in range(2)]
+    assert set(one.files) == set(two.files)
+    for name, path in one.files.items():
+        assert path.read_bytes() == two.files[name].read_bytes(), name
+
+
 @pytest.mark.parametrize(
     ("rate", "frames"), [("30000/1001", 60), ("24000/1001", 150), ("10", 20), ("60000/1001", 90)]
 )
