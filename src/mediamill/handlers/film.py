@@ -74,6 +74,8 @@ class Made:
     loudness: dict[str, Loudness | None] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     likeness: dict[str, float] = field(default_factory=dict)
+    decoded: set[str] = field(default_factory=set)
+    """Stems of tracks of which every piece was decoded where it was made, and every seam here."""
 
 
 def plan(recipe: Recipe, info: MediaInfo, size: int, *, in_pieces: bool = False) -> Film:
@@ -251,7 +253,11 @@ async def make_joined(work: Work, film: Film, info: MediaInfo, made: Made) -> li
             f"{wanted.name}.mp4",
         )
         seconds = made.seconds.get(track.stem, 0.0)
-        outputs.append(await mp4.verify(work, path, track.coding, info, seconds, copied=False))
+        outputs.append(
+            await mp4.verify(
+                work, path, track.coding, info, seconds, decoded=track.stem in made.decoded
+            )
+        )
     return outputs
 
 
@@ -282,6 +288,7 @@ async def make_stream(
         info,
         film.grid,
         counts=counts,
+        decoded={t.name for t in some if t.stem in made.decoded},
         heard=heard,
         texts=shown,
         seconds=seconds,
@@ -333,4 +340,6 @@ async def join_pieces(
         for file in some:
             file.unlink()
         await tracks.verify(work, path, film.grid, frames=film.grid.frames, slack=slack(film.grid))
+        await tracks.decode_seams(work, path, film.grid, [p.first for p in pieces if p.first])
+        made.decoded.add(track.stem)
     await check_tracks(work, film, info, film.tracks, made)

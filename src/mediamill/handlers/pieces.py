@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from mediamill.failures import Code, Failure
-from mediamill.handlers import Child, Done, Kept, Outcome, Wait, Work, film, look, tracks
+from mediamill.handlers import Child, Done, Kept, Outcome, Wait, Work, checks, film, look, tracks
 from mediamill.handlers.film import Film, Made, Piece
 from mediamill.handlers.running import PACE, Meter
 from mediamill.handlers.sound import Loudness
@@ -99,6 +99,8 @@ async def handle(work: Work) -> Outcome:
         # The last piece ends where the source really ends.
         slack = 0 if after is not None else film.slack(grid)
         await tracks.verify(work, path, grid, frames=end - first, slack=slack)
+        # Here and not where they are joined, so that this is shared as well.
+        await checks.decode(work, path, grid.seconds(end - first))
         files[track.stem] = _shown(await work.keep(path))
     return Done(
         result={"first": first, "after": after, "grid": grid.as_dict(), "files": files,

@@ -287,6 +287,23 @@ async def join(work: Work, pieces: Sequence[Path], on: Grid, track: Track) -> Pa
     return work.out / track.file
 
 
+async def decode_seams(work: Work, path: Path, on: Grid, seams: Sequence[int]) -> None:
+    """Decode from a group before each of these frames to a group after it. Raises Failure."""
+    for seam in seams:
+        begin = on.seconds(max(0, seam - on.group))
+        args = (
+            *("-hide_banner", "-nostdin", "-loglevel", "error", "-xerror", "-nostats"),
+            *("-ss", f"{begin:.6f}", *probe.INPUT_GUARD, "-i", "fd:", "-map", "0:v"),
+            *("-frames:v", str(2 * on.group), "-f", "null", "-"),
+        )
+        confined = running.jail(work, wall_seconds=120)
+        finished = await running.run(
+            work, Command("ffmpeg", args, path, f"seam of {path.name} at {seam}"), confined
+        )
+        if finished.stderr_tail.strip():
+            raise Failure(Code.OUTPUT_INVALID, f"{path.name}: it does not decode at frame {seam}.")
+
+
 async def compare(
     work: Work, info: MediaInfo, on: Grid, track: Track, frames: int, *, places: Sequence[float]
 ) -> float:
