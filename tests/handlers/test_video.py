@@ -736,6 +736,7 @@ async def test_broken_films_fail_with_their_own_reason(studio: Studio, films: Fi
             *("-encryption_kid", "11" * 16),
         ),
     )
+    (folder / "hole.mp4").write_bytes(hole)
     written: dict[str, bytes] = {
         "random": bytes(range(256)) * 64,
         "text": b"hello\n" * 100,
@@ -767,6 +768,7 @@ async def test_broken_films_fail_with_their_own_reason(studio: Studio, films: Fi
         (_cut(front, folder / "cut-front.mp4", 0.6), {Code.TRUNCATED_INPUT}),
         (_cut(matroska, folder / "cut.mkv", 0.6), {Code.TRUNCATED_INPUT}),
         (locked, {Code.DRM_ENCRYPTED}),
+        (folder / "hole.mp4", {Code.CORRUPT_INPUT}),
     ]
     for source, codes in cases:
         failure = await studio.failure(source, [MP4, HLS])
@@ -775,6 +777,23 @@ async def test_broken_films_fail_with_their_own_reason(studio: Studio, films: Fi
         assert failure.code.title
     failure = await studio.failure(folder / "apv1", [MP4])
     assert "apv1" in (failure.problem.detail or "")
+
+
+async def test_a_little_damage_is_told_and_does_not_fail(studio: Studio, films: Films) -> None:
+    source = films.make("long.mp4", seconds=8, more=("-c:a", "aac", "-g", "25"))
+    data = bytearray(source.read_bytes())
+    at = packets(source)[60]
+    begin = int(at["pos"]) + int(at["size"]) // 2
+    data[begin : begin + 40] = bytes(40)
+    scratched = films.folder / "scratched.mp4"
+    scratched.write_bytes(data)
+    for shared in (False, True):
+        done = await studio.handle(
+            scratched, [{**HLS, "ladder": LADDER[1:]}, MP4], pieces=shared, piece_seconds=4.0
+        )
+        assert done.info["warnings"] == ["Parts of it are damaged and could not be decoded."]
+        assert len(packets(done.files["hls/96p.mp4"])) == 200
+    assert (await studio.handle(source, [HLS])).info["warnings"] == []
 
 
 async def test_sizes_lengths_and_streams_have_limits_that_say_what_was_seen(

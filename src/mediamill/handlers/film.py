@@ -76,6 +76,8 @@ class Made:
     likeness: dict[str, float] = field(default_factory=dict)
     decoded: set[str] = field(default_factory=set)
     """Stems of tracks of which every piece was decoded where it was made, and every seam here."""
+    damaged: bool = False
+    """Whether parts of the original could not be decoded."""
 
 
 def plan(recipe: Recipe, info: MediaInfo, size: int, *, in_pieces: bool = False) -> Film:
@@ -153,7 +155,8 @@ async def encode_sounds(work: Work, film: Film, info: MediaInfo, made: Made, met
             limit_seconds=limit,
             steady=True,
         )
-        await sound.encode(work, args, wanted.file, info, meter)
+        finished = await sound.encode(work, args, wanted.file, info, meter)
+        made.damaged = made.damaged or running.damaged(finished)
         made.loudness[wanted.file] = loudness
 
 
@@ -167,8 +170,9 @@ async def encode_tracks(
     meter: Meter,
 ) -> None:
     """These tracks from end to end, in one run, and checked. Raises Failure."""
-    seconds = await tracks.encode(work, info, film.grid, some, meter)
-    made.seconds |= dict.fromkeys((t.stem for t in some), seconds)
+    finished = await tracks.encode(work, info, film.grid, some, meter)
+    made.damaged = made.damaged or running.damaged(finished)
+    made.seconds |= dict.fromkeys((t.stem for t in some), finished.wall_seconds)
     await check_tracks(work, film, info, some, made)
 
 
@@ -231,6 +235,7 @@ async def make_alone(
             stall_seconds=running.STALL_SECONDS,
         )
         meter.finish(watched)
+        made.damaged = made.damaged or running.damaged(finished)
         if not copied:
             running.PACE.learn(cost, finished.wall_seconds)
         outputs.append(

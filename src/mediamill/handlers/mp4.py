@@ -121,7 +121,8 @@ def plan_encode(
             *sound.shape(info.audio, loudness),
         )
     return (
-        *(*running.QUIET, *running.PROGRESS, *picture.decoder(video), *probe.INPUT_GUARD),
+        *(*running.QUIET, *running.PROGRESS, *running.TOLERANT, *picture.decoder(video)),
+        *probe.INPUT_GUARD,
         *("-i", "fd:", "-map", f"0:{video.index}", "-vf", ",".join(steps)),
         *picture.encoder(made),
         # Else times are rounded to the average rate, and frames that come faster are lost.

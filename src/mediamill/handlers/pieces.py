@@ -8,7 +8,19 @@ from dataclasses import replace
 from typing import Any, Final
 
 from mediamill.failures import Code, Failure
-from mediamill.handlers import Child, Done, Kept, Outcome, Wait, Work, checks, film, look, tracks
+from mediamill.handlers import (
+    Child,
+    Done,
+    Kept,
+    Outcome,
+    Wait,
+    Work,
+    checks,
+    film,
+    look,
+    running,
+    tracks,
+)
 from mediamill.handlers.film import Film, Made, Piece
 from mediamill.handlers.running import PACE, Meter
 from mediamill.handlers.sound import Loudness
@@ -91,7 +103,9 @@ async def handle(work: Work) -> Outcome:
     cost = sum(t.coding.work(grid.rate, grid.seconds(end - first)) for t in planned.tracks)
     await work.enter("encode")
     meter = Meter(work, cost)
-    seconds = await tracks.encode(work, info, grid, planned.tracks, meter, first=first, after=after)
+    finished = await tracks.encode(
+        work, info, grid, planned.tracks, meter, first=first, after=after
+    )
     await work.enter("verify")
     files: dict[str, Any] = {}
     for track in planned.tracks:
@@ -104,7 +118,7 @@ async def handle(work: Work) -> Outcome:
         files[track.stem] = _shown(await work.keep(path))
     return Done(
         result={"first": first, "after": after, "grid": grid.as_dict(), "files": files,
-                "seconds": round(seconds, 3)}
+                "seconds": round(finished.wall_seconds, 3), "damaged": running.damaged(finished)}
     )  # fmt: skip
 
 
@@ -120,7 +134,7 @@ async def handle_sound(work: Work) -> Outcome:
         for name, found in made.loudness.items()
         if found is not None
     }
-    return Done(result={"files": files, "loudness": loudness})
+    return Done(result={"files": files, "loudness": loudness, "damaged": made.damaged})
 
 
 async def _prepared(work: Work) -> tuple[MediaInfo, Film]:
@@ -146,6 +160,7 @@ async def join(
             await work.bring(_kept(kept), name)
         for name, values in heard["loudness"].items():
             made.loudness[name] = Loudness(*values)
+    made.damaged = any(child.result["damaged"] for child in ended)
     results = sorted(by_key.values(), key=lambda result: result["first"])
     grid = replace(Grid.of(results[0]["grid"]), key_frames=planned.grid.key_frames)
     planned = replace(planned, grid=grid)
