@@ -617,6 +617,7 @@ async def test_pieces_joined_are_what_one_run_makes(
     shared = await studio.handle(source, wanted, pieces=True, piece_seconds=4.0)
     single = await studio.handle(source, wanted, pieces=False)
     assert len(shared.desk.ended) == 4
+    assert shared.info["warnings"] == single.info["warnings"] == []
     frames = [
         ffmpeg(
             *("-v", "error", "-i", r.files["hls/96p.mp4"], "-vf", "scale=32:18,format=gray"),

@@ -106,6 +106,8 @@ async def handle(work: Work) -> Outcome:
     finished = await tracks.encode(
         work, info, grid, planned.tracks, meter, first=first, after=after
     )
+    # Without an index it began in the middle of a group, where nothing can be decoded yet.
+    damaged = running.damaged(finished) and not (first and grid.key_frames)
     await work.enter("verify")
     files: dict[str, Any] = {}
     for track in planned.tracks:
@@ -118,7 +120,7 @@ async def handle(work: Work) -> Outcome:
         files[track.stem] = _shown(await work.keep(path))
     return Done(
         result={"first": first, "after": after, "grid": grid.as_dict(), "files": files,
-                "seconds": round(finished.wall_seconds, 3), "damaged": running.damaged(finished)}
+                "seconds": round(finished.wall_seconds, 3), "damaged": damaged}
     )  # fmt: skip
 
 
