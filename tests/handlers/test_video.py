@@ -504,6 +504,11 @@ async def test_the_master_playlist_says_what_the_segments_are(studio: Studio, fi
             peaks.append((size + extra) * 8 / part.duration)
         assert playlist.stream_info.bandwidth >= max(peaks) * 0.999
         assert playlist.stream_info.average_bandwidth <= playlist.stream_info.bandwidth
+    lengths = [
+        float(stream(done.files[f"hls/{name}.mp4"], kind)["duration"])
+        for name, kind in (("180p", "video"), ("audio-und", "audio"))
+    ]
+    assert abs(lengths[0] - lengths[1]) <= 0.1, "sound and picture do not end together"
     (rendition,) = found.media
     assert (rendition.type, rendition.default, rendition.channels) == ("AUDIO", "YES", "1")
     manifest = done.files["hls/manifest.mpd"]

@@ -175,7 +175,7 @@ class Pace:
     """
 
     def __init__(self) -> None:
-        self._rate = 20e6  # what one slow core does, until the first run has told
+        self._rate = 40e6  # what one core does, until the first run has told
 
     def seconds(self, work: float) -> float:
         """How long that much work should take."""
