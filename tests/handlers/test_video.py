@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from tests.handlers.films import (
 from tests.handlers.studio import Result, Studio
 
 from mediamill.failures import Code
-from mediamill.handlers import Reroute
+from mediamill.handlers import Child, Reroute, Wait, video
 
 pytestmark = pytest.mark.anyio
 
@@ -668,6 +669,29 @@ async def test_seams_are_as_good_as_their_neighborhood(studio: Studio, films: Fi
         assert min(at) >= min(around) - 0.03, (seam, min(at), min(around))
 
 
+async def test_pieces_that_are_gone_are_made_again(studio: Studio, films: Films) -> None:
+    """As after a replay, weeks later."""
+    source = films.make("plain.mp4", more=("-c:a", "aac"))
+    recipe = {"video": [{**MP4, "short_side": 96}], "pieces": True}
+    desk = studio.desk(source, recipe, piece_seconds=2.0)
+    first = await video.handle(desk)
+    assert isinstance(first, Wait)
+    kept = {"key": "gone", "version": "1", "bytes": 1}
+    grid = first.children[-1].payload["grid"]
+    ended = {"first": 0, "after": None, "grid": grid, "files": {"video": kept}, "seconds": 1.0}
+    sound = {"files": {"sound-1-128.m4a": kept}, "loudness": {}, "damaged": False}
+    desk.ended = [
+        Child("sound", "completed", sound),
+        Child("piece-0-end", "completed", {**ended, "damaged": False}),
+    ]
+    desk.claim = replace(desk.claim, fence=5)
+    again = await video.handle(desk)
+    assert isinstance(again, Wait)
+    before, after = ({c.child_key for c in w.children} for w in (first, again))
+    assert len(before) == len(after) == 3
+    assert not before & after
+
+
 async def test_a_short_film_runs_as_one_and_a_recipe_can_say_never(
     studio: Studio, films: Films
 ) -> None:
@@ -818,13 +842,51 @@ async def test_sizes_lengths_and_streams_have_limits_that_say_what_was_seen(
         assert limit["allowed"] == next(iter(setting.values()))
 
 
+async def test_a_gap_in_its_clock_makes_no_endless_film(studio: Studio, films: Films) -> None:
+    """Two seconds of frames, hours apart: a constant rate would fill what lies between them."""
+    for hours, code in ((10, Code.RESOURCE_LIMIT), (1, None)):
+        source = films.make(
+            f"gap-{hours}.mkv",
+            picture=f"testsrc2=s=192x108:r=5,setpts=PTS+gte(N\\,5)*{hours * 3600}/TB",
+            sound=None,
+            seconds=hours * 3600 + 2,
+            more=("-fps_mode", "passthrough"),
+        )
+        assert source.stat().st_size < 100_000
+        wanted = [{**HLS, "ladder": LADDER[1:]}]
+        limits: dict[str, Any] = {"max_duration_seconds": 7200.0, "time_limit_factor": 0.02}
+        failure = await studio.failure(source, wanted, pieces=False, **limits)
+        assert failure.code in (code, Code.TIME_LIMIT, Code.OUTPUT_LIMIT), failure
+        if failure.code is Code.TIME_LIMIT:
+            limit = failure.problem.limit or {}
+            assert limit["allowed"] <= limit["seen"]
+
+
+async def test_every_look_at_an_original_is_guarded(studio: Studio, films: Films) -> None:
+    """No tool may open another file or address, nor a container that names some."""
+    wanted = [
+        *(HLS, MP4, POSTER, {"type": "storyboard"}, {"type": "animation"}, {"type": "subtitles"}),
+        *({"type": "waveform"}, {"type": "m4a", "loudness": -16.0}),
+    ]
+    done = await studio.handle(films.make("plain.mp4", more=("-c:a", "aac")), wanted)
+    looked = [c for c in done.desk.commands if c.stdin == done.desk.source]
+    assert len(looked) > 10
+    for command in looked:
+        args = command.args
+        assert args[args.index("-protocol_whitelist") + 1] == "fd", command.label
+        assert args[args.index("-format_whitelist") + 1].startswith("mov,matroska"), command.label
+        inputs = [args[n + 1] for n, arg in enumerate(args) if arg == "-i"]
+        assert inputs[0] == "fd:", command.label
+        assert len(inputs) <= 2
+    ours = [c for c in done.desk.commands if c.stdin != done.desk.source]
+    assert all("-protocol_whitelist" in c.args for c in ours if c.tool in ("ffmpeg", "ffprobe"))
+
+
 async def test_sound_alone_goes_to_its_own_queue(studio: Studio, films: Films) -> None:
     voice = films.make("voice.webm", picture=None, seconds=2, more=("-c:a", "libopus"))
     recipe = [{**MP4}]
     failure = await studio.failure(voice, recipe)
     assert failure.code is Code.NO_VIDEO_STREAM
-    from mediamill.handlers import video
-
     done = await studio.handle(
         films.make("plain.mp4"), [{"type": "m4a"}], kind="audio", handler=video.handle_audio
     )

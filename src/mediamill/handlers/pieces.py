@@ -59,8 +59,9 @@ async def worthwhile(work: Work, planned: Film, info: MediaInfo) -> bool:
     return PACE.seconds(planned.work(info)) > factor * work.settings.piece_threshold_seconds
 
 
-def children(work: Work, planned: Film) -> Wait:
-    """A job for each piece, and one for all sound."""
+def children(work: Work, planned: Film, *, anew: bool = False) -> Wait:
+    """A job for each piece, and one for all sound; `anew` in place of those that have ended."""
+    suffix = f"-{work.claim.fence}" if anew else ""
     common: dict[str, Any] = {
         "queue": "video",
         "priority": work.claim.priority,
@@ -70,7 +71,7 @@ def children(work: Work, planned: Film) -> Wait:
         NewJob(
             "video.piece",
             {"first": first, "after": after, "grid": planned.grid.near(first).as_dict()},
-            child_key=f"piece-{first}-{after or 'end'}",
+            child_key=f"piece-{first}-{after or 'end'}{suffix}",
             **common,
         )
         for first, after in _cut(work, planned.grid)
@@ -81,7 +82,7 @@ def children(work: Work, planned: Film) -> Wait:
             NewJob(
                 "video.sound",
                 {"grid": planned.grid.near(0).as_dict()},
-                child_key=_SOUND_KEY,
+                child_key=_SOUND_KEY + suffix,
                 **common,
             ),
         )
@@ -155,15 +156,14 @@ async def join(
     work: Work, planned: Film, info: MediaInfo, ended: Sequence[Child], made: Made
 ) -> Film:
     """Bring and join what the children made; the plan on their grid. Raises Failure."""
-    by_key = {child.key: child.result for child in ended}
-    heard = by_key.pop(_SOUND_KEY, None)
-    if heard is not None:
+    results = [child.result for child in ended]
+    for heard in (result for result in results if "first" not in result):
         for name, kept in heard["files"].items():
             await work.bring(_kept(kept), name)
         for name, values in heard["loudness"].items():
             made.loudness[name] = Loudness(*values)
     made.damaged = any(child.result["damaged"] for child in ended)
-    results = sorted(by_key.values(), key=lambda result: result["first"])
+    results = sorted((r for r in results if "first" in r), key=lambda result: result["first"])
     grid = replace(Grid.of(results[0]["grid"]), key_frames=planned.grid.key_frames)
     planned = replace(planned, grid=grid)
     some = [

@@ -68,7 +68,13 @@ async def handle(work: Work) -> Outcome:
             return pieces.children(work, in_pieces)
     making = _Making(work, info, planned)
     if shared:
-        await making.join(ended)
+        try:
+            await making.join(ended)
+        except Failure as failure:
+            if failure.code is not Code.SOURCE_MISSING:
+                raise
+            # The original is there: what children made long ago has been swept.
+            return pieces.children(work, planned, anew=True)
     else:
         await making.encode()
     outputs = await making.finish()
