@@ -123,6 +123,7 @@ async def package(
         *("--hls_master_playlist_output", f"{folder}/{MASTER}", "--hls_playlist_type", "VOD"),
         *("--mpd_output", f"{folder}/{MANIFEST}", "--temp_dir", "."),
         "--quiet",
+        "--single_threaded",  # else the order of the streams in the manifest is left to chance
     )
     files = [work.out / t.file for t in tracks] + [r.path for r in heard]
     size = sum(file.stat().st_size for file in files)
