@@ -973,7 +973,7 @@ SIGNS: Final[tuple[Sign, ...]] = (
     Sign(
         r"Decode error rate [\d.]+ exceeds maximum",
         Code.CORRUPT_INPUT,
-        "Most of it cannot be decoded.",
+        "Too much of it cannot be decoded.",
         "[dec:h264 @ 0x558ac58a9940] Decode error rate 0.929688 exceeds maximum 0.666667",
         frozenset({"ffmpeg"}),
     ),
@@ -1008,7 +1008,7 @@ _CODES_OF_FFMPEG: Final = {
     244: (Code.MEMORY_LIMIT, ""),  # ENOMEM
     245: (Code.MEMORY_LIMIT, ""),  # EAGAIN: no thread could be started
     183: (Code.CORRUPT_INPUT, ""),  # AVERROR_INVALIDDATA
-    69: (Code.CORRUPT_INPUT, "Most of it cannot be decoded."),
+    69: (Code.CORRUPT_INPUT, "Too much of it cannot be decoded."),
     8: (Code.CAPABILITY_MISSING, ""),  # an encoder, filter or protocol was not found
 }
 

@@ -14,7 +14,7 @@ import pytest
 
 from mediamill import handlers, tools
 from mediamill.config import Settings
-from mediamill.failures import Failure
+from mediamill.failures import Code, Failure
 from mediamill.handlers import Child, Done, Kept, Outcome, Output, Wait, pieces, video
 from mediamill.image_pool import ImagePool
 from mediamill.jobs import Claim
@@ -78,6 +78,8 @@ class Desk:
         return Kept(key, "1", path.stat().st_size)
 
     async def bring(self, kept: Kept, name: str) -> Path:
+        if not (self.store / kept.key).exists():
+            raise Failure(Code.SOURCE_MISSING)
         shutil.copyfile(self.store / kept.key, self.out / name)
         return self.out / name
 

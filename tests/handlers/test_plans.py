@@ -111,6 +111,8 @@ def test_without_an_index_a_piece_begins_at_the_key_frame_before_it() -> None:
         (Fraction(25), Fraction(25), 60, Fraction(25)),
         (Fraction(2997, 100), Fraction(2997, 100), 60, Fraction(30000, 1001)),
         (Fraction(4050000, 254999), Fraction(30), 60, Fraction(30)),
+        (Fraction(1760000, 70537), Fraction(25), 60, Fraction(25)),
+        (Fraction(30000, 1001), Fraction(30), 60, Fraction(30000, 1001)),
         (Fraction(29), Fraction(1000), 60, Fraction(30000, 1001)),
         (Fraction(60), Fraction(60), 30, Fraction(30)),
         (Fraction(240), Fraction(240), 60, Fraction(60)),

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
+from dataclasses import replace
+from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,11 @@ from tests.handlers.films import (
     probe,
     spot,
     stream,
-    toolbox,
 )
 from tests.handlers.studio import Result, Studio
 
 from mediamill.failures import Code
-from mediamill.handlers import Reroute
+from mediamill.handlers import Child, Reroute, Wait, video
 
 pytestmark = pytest.mark.anyio
 
@@ -362,13 +362,41 @@ async def test_a_clock_that_begins_late_and_black_is_set_to_zero(
     assert max(spot(done.files["hls/180p.mp4"], 0.5, 0.5, at=0.6)) > 60
 
 
+async def test_an_edit_list_is_honored(studio: Studio, films: Films) -> None:
+    """The first second is red and is to be left out; decoding must begin with it all the same."""
+    whole = films.make(
+        "red-then-blue.mp4",
+        picture="color=c=red:s=192x108:r=25,drawbox=c=blue:t=fill:enable='gte(t,1)'",
+        seconds=3,
+        more=("-g", "250", "-c:a", "aac"),
+    )
+    source = films.folder / "edited.mp4"
+    ffmpeg("-v", "error", "-ss", "1.2", "-i", whole, "-c", "copy", source)
+    assert b"elst" in source.read_bytes()
+    done = await studio.handle(source, [MP4, HLS, POSTER])
+    assert done.description.duration_seconds == pytest.approx(1.8, abs=0.1)
+    for file in ("video.mp4", "hls/96p.mp4", "poster.jpg"):
+        color = spot(done.files[file], 0.5, 0.5)
+        assert color[2] > 180 > 80 > color[0], (file, color)
+    assert len(packets(done.files["hls/96p.mp4"])) == pytest.approx(45, abs=1)
+
+
+async def test_the_same_film_gives_the_same_files(studio: Studio, films: Films) -> None:
+    source = films.make("plain.mp4", more=("-c:a", "aac"))
+    wanted = [{**HLS, "ladder": LADDER[1:]}, {**MP4, "short_side": 96}]
+    one, two = [await studio.handle(source, wanted) for _ in range(2)]
+    assert set(one.files) == set(two.files)
+    for name, path in one.files.items():
+        assert path.read_bytes() == two.files[name].read_bytes(), name
+
+
 @pytest.mark.parametrize(
     ("rate", "frames"), [("30000/1001", 60), ("24000/1001", 150), ("10", 20), ("60000/1001", 90)]
 )
 async def test_no_frame_is_lost_or_doubled(
     studio: Studio, films: Films, rate: str, frames: int
 ) -> None:
-    number = eval(rate)  # a fraction from the table above
+    number = float(Fraction(rate))
     source = films.make(
         f"rate-{frames}.mkv",
         picture=f"testsrc2=s=192x108:r={rate}",
@@ -476,6 +504,11 @@ async def test_the_master_playlist_says_what_the_segments_are(studio: Studio, fi
             peaks.append((size + extra) * 8 / part.duration)
         assert playlist.stream_info.bandwidth >= max(peaks) * 0.999
         assert playlist.stream_info.average_bandwidth <= playlist.stream_info.bandwidth
+    lengths = [
+        float(stream(done.files[f"hls/{name}.mp4"], kind)["duration"])
+        for name, kind in (("180p", "video"), ("audio-und", "audio"))
+    ]
+    assert abs(lengths[0] - lengths[1]) <= 0.1, "sound and picture do not end together"
     (rendition,) = found.media
     assert (rendition.type, rendition.default, rendition.channels) == ("AUDIO", "YES", "1")
     manifest = done.files["hls/manifest.mpd"]
@@ -589,6 +622,7 @@ async def test_pieces_joined_are_what_one_run_makes(
     shared = await studio.handle(source, wanted, pieces=True, piece_seconds=4.0)
     single = await studio.handle(source, wanted, pieces=False)
     assert len(shared.desk.ended) == 4
+    assert shared.info["warnings"] == single.info["warnings"] == []
     frames = [
         ffmpeg(
             *("-v", "error", "-i", r.files["hls/96p.mp4"], "-vf", "scale=32:18,format=gray"),
@@ -632,6 +666,29 @@ async def test_seams_are_as_good_as_their_neighborhood(studio: Studio, films: Fi
         around = scores[seam - 50 : seam - 5] + scores[seam + 5 : seam + 50]
         at = scores[seam - 3 : seam + 3]
         assert min(at) >= min(around) - 0.03, (seam, min(at), min(around))
+
+
+async def test_pieces_that_are_gone_are_made_again(studio: Studio, films: Films) -> None:
+    """As after a replay, weeks later."""
+    source = films.make("plain.mp4", more=("-c:a", "aac"))
+    recipe = {"video": [{**MP4, "short_side": 96}], "pieces": True}
+    desk = studio.desk(source, recipe, piece_seconds=2.0)
+    first = await video.handle(desk)
+    assert isinstance(first, Wait)
+    kept = {"key": "gone", "version": "1", "bytes": 1}
+    grid = first.children[-1].payload["grid"]
+    ended = {"first": 0, "after": None, "grid": grid, "files": {"video": kept}, "seconds": 1.0}
+    sound = {"files": {"sound-1-128.m4a": kept}, "loudness": {}, "damaged": False}
+    desk.ended = [
+        Child("sound", "completed", sound),
+        Child("piece-0-end", "completed", {**ended, "damaged": False}),
+    ]
+    desk.claim = replace(desk.claim, fence=5)
+    again = await video.handle(desk)
+    assert isinstance(again, Wait)
+    before, after = ({c.child_key for c in w.children} for w in (first, again))
+    assert len(before) == len(after) == 3
+    assert not before & after
 
 
 async def test_a_short_film_runs_as_one_and_a_recipe_can_say_never(
@@ -708,6 +765,7 @@ async def test_broken_films_fail_with_their_own_reason(studio: Studio, films: Fi
             *("-encryption_kid", "11" * 16),
         ),
     )
+    (folder / "hole.mp4").write_bytes(hole)
     written: dict[str, bytes] = {
         "random": bytes(range(256)) * 64,
         "text": b"hello\n" * 100,
@@ -739,6 +797,7 @@ async def test_broken_films_fail_with_their_own_reason(studio: Studio, films: Fi
         (_cut(front, folder / "cut-front.mp4", 0.6), {Code.TRUNCATED_INPUT}),
         (_cut(matroska, folder / "cut.mkv", 0.6), {Code.TRUNCATED_INPUT}),
         (locked, {Code.DRM_ENCRYPTED}),
+        (folder / "hole.mp4", {Code.CORRUPT_INPUT}),
     ]
     for source, codes in cases:
         failure = await studio.failure(source, [MP4, HLS])
@@ -747,6 +806,23 @@ async def test_broken_films_fail_with_their_own_reason(studio: Studio, films: Fi
         assert failure.code.title
     failure = await studio.failure(folder / "apv1", [MP4])
     assert "apv1" in (failure.problem.detail or "")
+
+
+async def test_a_little_damage_is_told_and_does_not_fail(studio: Studio, films: Films) -> None:
+    source = films.make("long.mp4", seconds=8, more=("-c:a", "aac", "-g", "25"))
+    data = bytearray(source.read_bytes())
+    at = packets(source)[60]
+    begin = int(at["pos"]) + int(at["size"]) // 2
+    data[begin : begin + 40] = bytes(40)
+    scratched = films.folder / "scratched.mp4"
+    scratched.write_bytes(data)
+    for shared in (False, True):
+        done = await studio.handle(
+            scratched, [{**HLS, "ladder": LADDER[1:]}, MP4], pieces=shared, piece_seconds=4.0
+        )
+        assert done.info["warnings"] == ["Parts of it are damaged and could not be decoded."]
+        assert len(packets(done.files["hls/96p.mp4"])) == 200
+    assert (await studio.handle(source, [HLS])).info["warnings"] == []
 
 
 async def test_sizes_lengths_and_streams_have_limits_that_say_what_was_seen(
@@ -765,13 +841,51 @@ async def test_sizes_lengths_and_streams_have_limits_that_say_what_was_seen(
         assert limit["allowed"] == next(iter(setting.values()))
 
 
+async def test_a_gap_in_its_clock_makes_no_endless_film(studio: Studio, films: Films) -> None:
+    """Two seconds of frames, hours apart: a constant rate would fill what lies between them."""
+    for hours, code in ((10, Code.RESOURCE_LIMIT), (1, None)):
+        source = films.make(
+            f"gap-{hours}.mkv",
+            picture=f"testsrc2=s=192x108:r=5,setpts=PTS+gte(N\\,5)*{hours * 3600}/TB",
+            sound=None,
+            seconds=hours * 3600 + 2,
+            more=("-fps_mode", "passthrough"),
+        )
+        assert source.stat().st_size < 100_000
+        wanted = [{**HLS, "ladder": LADDER[1:]}]
+        limits: dict[str, Any] = {"max_duration_seconds": 7200.0, "time_limit_factor": 0.02}
+        failure = await studio.failure(source, wanted, pieces=False, **limits)
+        assert failure.code in (code, Code.TIME_LIMIT, Code.OUTPUT_LIMIT), failure
+        if failure.code is Code.TIME_LIMIT:
+            limit = failure.problem.limit or {}
+            assert limit["allowed"] <= limit["seen"]
+
+
+async def test_every_look_at_an_original_is_guarded(studio: Studio, films: Films) -> None:
+    """No tool may open another file or address, nor a container that names some."""
+    wanted = [
+        *(HLS, MP4, POSTER, {"type": "storyboard"}, {"type": "animation"}, {"type": "subtitles"}),
+        *({"type": "waveform"}, {"type": "m4a", "loudness": -16.0}),
+    ]
+    done = await studio.handle(films.make("plain.mp4", more=("-c:a", "aac")), wanted)
+    looked = [c for c in done.desk.commands if c.stdin == done.desk.source]
+    assert len(looked) > 10
+    for command in looked:
+        args = command.args
+        assert args[args.index("-protocol_whitelist") + 1] == "fd", command.label
+        assert args[args.index("-format_whitelist") + 1].startswith("mov,matroska"), command.label
+        inputs = [args[n + 1] for n, arg in enumerate(args) if arg == "-i"]
+        assert inputs[0] == "fd:", command.label
+        assert len(inputs) <= 2
+    ours = [c for c in done.desk.commands if c.stdin != done.desk.source]
+    assert all("-protocol_whitelist" in c.args for c in ours if c.tool in ("ffmpeg", "ffprobe"))
+
+
 async def test_sound_alone_goes_to_its_own_queue(studio: Studio, films: Films) -> None:
     voice = films.make("voice.webm", picture=None, seconds=2, more=("-c:a", "libopus"))
     recipe = [{**MP4}]
     failure = await studio.failure(voice, recipe)
     assert failure.code is Code.NO_VIDEO_STREAM
-    from mediamill.handlers import video
-
     done = await studio.handle(
         films.make("plain.mp4"), [{"type": "m4a"}], kind="audio", handler=video.handle_audio
     )
@@ -810,8 +924,3 @@ async def test_an_output_that_shows_something_else_is_never_published(
     failure = await studio.failure(films.make("plain.mp4", more=("-c:a", "aac")), [HLS])
     assert failure.code is Code.OUTPUT_INVALID
     assert "does not look like the original" in (failure.problem.detail or "")
-
-
-def test_the_tools_are_the_ones_that_the_tests_mean() -> None:
-    said = subprocess.run([toolbox().ffmpeg, "-version"], capture_output=True, check=True).stdout
-    assert b"ffmpeg version" in said

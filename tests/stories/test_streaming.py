@@ -63,6 +63,7 @@ def _decoded(url: str) -> tuple[int, float]:
     return int(said["frame"]), int(said["out_time_us"]) / 1e6
 
 
+@pytest.mark.timeout(120)
 def test_a_player_needs_one_address_and_sees_the_smallest_size_first(
     film: Platform, clips: Clips
 ) -> None:
@@ -154,6 +155,7 @@ def _assert_grant_is_narrow(anyone: httpx.Client, url: str) -> None:
     assert anyone.get(url.replace("hls/master.m3u8", "../master.m3u8")).status_code in (403, 404)
 
 
+@pytest.mark.timeout(180)
 def test_a_long_film_is_shared_and_a_killed_worker_costs_a_piece(
     film: Platform, clips: Clips
 ) -> None:
@@ -173,7 +175,7 @@ def test_a_long_film_is_shared_and_a_killed_worker_costs_a_piece(
         shown.append(body["progress"])
         return body if body["state"] == "ready" else None
 
-    body = until(look, seconds=55, why="the film is not ready")
+    body = until(look, seconds=100, why="the film is not ready")
     assert shown == sorted(shown)
     assert any(20 < percent < 90 for percent in shown), "it does not tell how far the pieces are"
     assert encoder
@@ -201,6 +203,8 @@ def test_a_long_film_is_shared_and_a_killed_worker_costs_a_piece(
     film.assert_nothing_left()
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(180)
 def test_a_killed_join_encodes_nothing_again(film: Platform, clips: Clips) -> None:
     film.start_api()
     film.start_worker("image=1,maintenance=1")
@@ -273,6 +277,7 @@ def _busy(film: Platform, workers: list[Process]) -> tuple[Process, int]:
     return until(look, seconds=40, why="no worker encodes", every_seconds=0.01)
 
 
+@pytest.mark.timeout(120)
 def test_a_deleted_film_leaves_no_piece_behind(film: Platform, clips: Clips) -> None:
     film.start_api()
     film.start_worker("image=1,video=1,maintenance=1")

@@ -74,6 +74,10 @@ class Made:
     loudness: dict[str, Loudness | None] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     likeness: dict[str, float] = field(default_factory=dict)
+    decoded: set[str] = field(default_factory=set)
+    """Stems of tracks of which every piece was decoded where it was made, and every seam here."""
+    damaged: bool = False
+    """Whether parts of the original could not be decoded."""
 
 
 def plan(recipe: Recipe, info: MediaInfo, size: int, *, in_pieces: bool = False) -> Film:
@@ -151,7 +155,8 @@ async def encode_sounds(work: Work, film: Film, info: MediaInfo, made: Made, met
             limit_seconds=limit,
             steady=True,
         )
-        await sound.encode(work, args, wanted.file, info, meter)
+        finished = await sound.encode(work, args, wanted.file, info, meter)
+        made.damaged = made.damaged or running.damaged(finished)
         made.loudness[wanted.file] = loudness
 
 
@@ -165,8 +170,9 @@ async def encode_tracks(
     meter: Meter,
 ) -> None:
     """These tracks from end to end, in one run, and checked. Raises Failure."""
-    seconds = await tracks.encode(work, info, film.grid, some, meter)
-    made.seconds |= dict.fromkeys((t.stem for t in some), seconds)
+    finished = await tracks.encode(work, info, film.grid, some, meter)
+    made.damaged = made.damaged or running.damaged(finished)
+    made.seconds |= dict.fromkeys((t.stem for t in some), finished.wall_seconds)
     await check_tracks(work, film, info, some, made)
 
 
@@ -229,6 +235,7 @@ async def make_alone(
             stall_seconds=running.STALL_SECONDS,
         )
         meter.finish(watched)
+        made.damaged = made.damaged or running.damaged(finished)
         if not copied:
             running.PACE.learn(cost, finished.wall_seconds)
         outputs.append(
@@ -251,7 +258,11 @@ async def make_joined(work: Work, film: Film, info: MediaInfo, made: Made) -> li
             f"{wanted.name}.mp4",
         )
         seconds = made.seconds.get(track.stem, 0.0)
-        outputs.append(await mp4.verify(work, path, track.coding, info, seconds, copied=False))
+        outputs.append(
+            await mp4.verify(
+                work, path, track.coding, info, seconds, decoded=track.stem in made.decoded
+            )
+        )
     return outputs
 
 
@@ -282,6 +293,7 @@ async def make_stream(
         info,
         film.grid,
         counts=counts,
+        decoded={t.name for t in some if t.stem in made.decoded},
         heard=heard,
         texts=shown,
         seconds=seconds,
@@ -333,4 +345,6 @@ async def join_pieces(
         for file in some:
             file.unlink()
         await tracks.verify(work, path, film.grid, frames=film.grid.frames, slack=slack(film.grid))
+        await tracks.decode_seams(work, path, film.grid, [p.first for p in pieces if p.first])
+        made.decoded.add(track.stem)
     await check_tracks(work, film, info, film.tracks, made)

@@ -80,8 +80,10 @@ def still_size(video: VideoStream, short_side: int) -> tuple[int, int]:
 def steady_rate(video: VideoStream, most: float) -> Fraction:
     """The constant rate that shows every frame of the source, halved until it is at most `most`."""
     rate = video.frame_rate or Fraction(30)
+    nominal = video.nominal_rate
+    if not video.variable_rate and nominal is not None and not _is_common(rate):
+        rate = nominal  # the average of a file that misses a frame, or counts its last one longer
     if video.variable_rate:
-        nominal = video.nominal_rate
         if nominal is not None and rate <= nominal <= 120:
             rate = nominal
         else:

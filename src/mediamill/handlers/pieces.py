@@ -8,7 +8,19 @@ from dataclasses import replace
 from typing import Any, Final
 
 from mediamill.failures import Code, Failure
-from mediamill.handlers import Child, Done, Kept, Outcome, Wait, Work, film, look, tracks
+from mediamill.handlers import (
+    Child,
+    Done,
+    Kept,
+    Outcome,
+    Wait,
+    Work,
+    checks,
+    film,
+    look,
+    running,
+    tracks,
+)
 from mediamill.handlers.film import Film, Made, Piece
 from mediamill.handlers.running import PACE, Meter
 from mediamill.handlers.sound import Loudness
@@ -47,8 +59,9 @@ async def worthwhile(work: Work, planned: Film, info: MediaInfo) -> bool:
     return PACE.seconds(planned.work(info)) > factor * work.settings.piece_threshold_seconds
 
 
-def children(work: Work, planned: Film) -> Wait:
-    """A job for each piece, and one for all sound."""
+def children(work: Work, planned: Film, *, anew: bool = False) -> Wait:
+    """A job for each piece, and one for all sound; `anew` in place of those that have ended."""
+    suffix = f"-{work.claim.fence}" if anew else ""
     common: dict[str, Any] = {
         "queue": "video",
         "priority": work.claim.priority,
@@ -58,7 +71,7 @@ def children(work: Work, planned: Film) -> Wait:
         NewJob(
             "video.piece",
             {"first": first, "after": after, "grid": planned.grid.near(first).as_dict()},
-            child_key=f"piece-{first}-{after or 'end'}",
+            child_key=f"piece-{first}-{after or 'end'}{suffix}",
             **common,
         )
         for first, after in _cut(work, planned.grid)
@@ -69,7 +82,7 @@ def children(work: Work, planned: Film) -> Wait:
             NewJob(
                 "video.sound",
                 {"grid": planned.grid.near(0).as_dict()},
-                child_key=_SOUND_KEY,
+                child_key=_SOUND_KEY + suffix,
                 **common,
             ),
         )
@@ -91,7 +104,11 @@ async def handle(work: Work) -> Outcome:
     cost = sum(t.coding.work(grid.rate, grid.seconds(end - first)) for t in planned.tracks)
     await work.enter("encode")
     meter = Meter(work, cost)
-    seconds = await tracks.encode(work, info, grid, planned.tracks, meter, first=first, after=after)
+    finished = await tracks.encode(
+        work, info, grid, planned.tracks, meter, first=first, after=after
+    )
+    # Without an index it began in the middle of a group, where nothing can be decoded yet.
+    damaged = running.damaged(finished) and not (first and grid.key_frames)
     await work.enter("verify")
     files: dict[str, Any] = {}
     for track in planned.tracks:
@@ -99,10 +116,12 @@ async def handle(work: Work) -> Outcome:
         # The last piece ends where the source really ends.
         slack = 0 if after is not None else film.slack(grid)
         await tracks.verify(work, path, grid, frames=end - first, slack=slack)
+        # Here and not where they are joined, so that this is shared as well.
+        await checks.decode(work, path, grid.seconds(end - first))
         files[track.stem] = _shown(await work.keep(path))
     return Done(
         result={"first": first, "after": after, "grid": grid.as_dict(), "files": files,
-                "seconds": round(seconds, 3)}
+                "seconds": round(finished.wall_seconds, 3), "damaged": damaged}
     )  # fmt: skip
 
 
@@ -118,7 +137,7 @@ async def handle_sound(work: Work) -> Outcome:
         for name, found in made.loudness.items()
         if found is not None
     }
-    return Done(result={"files": files, "loudness": loudness})
+    return Done(result={"files": files, "loudness": loudness, "damaged": made.damaged})
 
 
 async def _prepared(work: Work) -> tuple[MediaInfo, Film]:
@@ -137,14 +156,14 @@ async def join(
     work: Work, planned: Film, info: MediaInfo, ended: Sequence[Child], made: Made
 ) -> Film:
     """Bring and join what the children made; the plan on their grid. Raises Failure."""
-    by_key = {child.key: child.result for child in ended}
-    heard = by_key.pop(_SOUND_KEY, None)
-    if heard is not None:
+    results = [child.result for child in ended]
+    for heard in (result for result in results if "first" not in result):
         for name, kept in heard["files"].items():
             await work.bring(_kept(kept), name)
         for name, values in heard["loudness"].items():
             made.loudness[name] = Loudness(*values)
-    results = sorted(by_key.values(), key=lambda result: result["first"])
+    made.damaged = any(child.result["damaged"] for child in ended)
+    results = sorted((r for r in results if "first" in r), key=lambda result: result["first"])
     grid = replace(Grid.of(results[0]["grid"]), key_frames=planned.grid.key_frames)
     planned = replace(planned, grid=grid)
     some = [

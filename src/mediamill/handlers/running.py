@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, Final, TypeVar
@@ -17,6 +18,8 @@ T = TypeVar("T")
 
 STALL_SECONDS: Final = 120.0
 QUIET: Final = ("-hide_banner", "-nostdin", "-loglevel", "warning", "-y")
+# More of it than that must decode; some errors are common in recordings, and told as a warning.
+TOLERANT: Final = ("-max_error_rate", "0.1")
 PROGRESS: Final = ("-nostats", "-progress", "pipe:1", "-stats_period", "0.5")
 NO_METADATA: Final = (
     *("-sn", "-dn", "-map_metadata", "-1", "-map_chapters", "-1", "-fflags", "+bitexact"),
@@ -141,6 +144,18 @@ def failure(finished: Finished, command: Command, confined: Jail) -> Failure:
     return known or Failure(Code.TOOL_FAILED)
 
 
+_DAMAGE: Final = re.compile(
+    r"error while decoding|Invalid NAL|Packet corrupt|corrupt decoded frame|concealing \d+"
+    r"|Invalid data found|missing picture|Error submitting packet|decode_slice_header error"
+    r"|non-existing [PS]PS|Error splitting the input|invalid band type|channel element .* not"
+)
+
+
+def damaged(finished: Finished) -> bool:
+    """Whether a run that ended well met data on its way that could not be decoded."""
+    return _DAMAGE.search(finished.stderr_head + finished.stderr_tail) is not None
+
+
 async def together(*works: Coroutine[Any, Any, T]) -> list[T]:
     """Run them at once. The first that fails ends the others, and is raised after they ended."""
     tasks = [asyncio.create_task(work) for work in works]
@@ -160,7 +175,7 @@ class Pace:
     """
 
     def __init__(self) -> None:
-        self._rate = 20e6  # what one slow core does, until the first run has told
+        self._rate = 40e6  # what one core does, until the first run has told
 
     def seconds(self, work: float) -> float:
         """How long that much work should take."""

@@ -24,7 +24,7 @@ from mediamill.recipes.video import (
     SoundOutput,
     WaveformOutput,
 )
-from mediamill.tools import Command
+from mediamill.tools import Command, Finished
 
 SHARE: Final = 2e6
 """What encoding a second of sound costs, in the unit of `Coding.work`."""
@@ -125,7 +125,7 @@ def plan(
     """One sound track to one file."""
     forms = {"aac": ("-movflags", "+faststart", "-f", "mp4"), "libopus": ("-f", "ogg")}
     return (
-        *(*running.QUIET, *running.PROGRESS, *probe.INPUT_GUARD),
+        *(*running.QUIET, *running.PROGRESS, *running.TOLERANT, *probe.INPUT_GUARD),
         *("-i", "fd:", "-map", f"0:{audio.index}", "-vn"),
         *("-c:a", encoder, "-b:a", f"{kbps}k"),
         *shape(audio, loudness, encoder=encoder, steady=steady),
@@ -141,8 +141,8 @@ async def encode(
     file: str,
     info: MediaInfo,
     meter: Meter | None = None,
-) -> float:
-    """Run a plan of this module; the seconds that it took. Raises Failure."""
+) -> Finished:
+    """Run a plan of this module. Raises Failure."""
     seconds = info.duration_seconds or work.settings.max_duration_seconds
     confined = running.jail(
         work,
@@ -162,7 +162,7 @@ async def encode(
     )
     if meter is not None and watched is not None:
         meter.finish(watched)
-    return finished.wall_seconds
+    return finished
 
 
 async def make(
@@ -183,7 +183,7 @@ async def make(
     loudness = await measure(work, audio, wanted.loudness, info.duration_seconds)
     limit = work.settings.max_duration_seconds
     args = plan(encoder, wanted.kbps, audio, file, loudness, limit_seconds=limit)
-    seconds = await encode(work, args, file, info, meter)
+    finished = await encode(work, args, file, info, meter)
     path = work.out / file
     found = await checks.probe_output(work, path)
     if found.audio is None or found.video is not None:
@@ -197,9 +197,10 @@ async def make(
         path,
         content_type,
         duration_seconds=found.duration_seconds,
-        seconds=round(seconds, 3),
+        seconds=round(finished.wall_seconds, 3),
     )
-    return output, {"loudness": loudness.as_dict()} if loudness else {}
+    shown: dict[str, Any] = {"loudness": loudness.as_dict()} if loudness else {}
+    return output, shown | ({"damaged": True} if running.damaged(finished) else {})
 
 
 async def make_waveform(work: Work, wanted: WaveformOutput, info: MediaInfo) -> list[Output]:

@@ -22,7 +22,7 @@ from mediamill.handlers import Work, picture, running
 from mediamill.handlers.picture import Coding
 from mediamill.handlers.running import PACE, Meter
 from mediamill.probe import MediaInfo
-from mediamill.tools import Command
+from mediamill.tools import Command, Finished
 
 _MARGIN_SECONDS: Final = 3.0
 _BEFORE_SECONDS: Final = 0.5
@@ -137,7 +137,8 @@ def plan(
             *("-t", f"{limit_seconds:.3f}", "-an", *running.NO_METADATA, "-f", "mp4", track.file),
         ]
     return (
-        *(*running.QUIET, *running.PROGRESS, "-copyts", *picture.decoder(video)),
+        *(*running.QUIET, *running.PROGRESS, *running.TOLERANT, "-copyts"),
+        *picture.decoder(video),
         *(*_seek(on, first), *probe.INPUT_GUARD, "-i", "fd:"),
         *("-filter_complex", ";".join(graph)),
         *outputs,
@@ -177,8 +178,8 @@ async def encode(
     *,
     first: int = 0,
     after: int | None = None,
-) -> float:
-    """Run the plan; the seconds that it took. Raises Failure."""
+) -> Finished:
+    """Run the plan. Raises Failure."""
     end = after if after is not None else on.frames
     seconds = on.seconds(end - first) if end is not None else work.settings.max_duration_seconds
     cost = sum(t.coding.work(on.rate, seconds) for t in tracks)
@@ -209,7 +210,7 @@ async def encode(
     )
     meter.finish(watched)
     PACE.learn(cost, finished.wall_seconds)
-    return finished.wall_seconds
+    return finished
 
 
 class _Packets:
@@ -285,6 +286,23 @@ async def join(work: Work, pieces: Sequence[Path], on: Grid, track: Track) -> Pa
     )
     await running.run(work, Command("ffmpeg", args, None, f"join {track.name}"), confined)
     return work.out / track.file
+
+
+async def decode_seams(work: Work, path: Path, on: Grid, seams: Sequence[int]) -> None:
+    """Decode from a group before each of these frames to a group after it. Raises Failure."""
+    for seam in seams:
+        begin = on.seconds(max(0, seam - on.group))
+        args = (
+            *("-hide_banner", "-nostdin", "-loglevel", "error", "-xerror", "-nostats"),
+            *("-ss", f"{begin:.6f}", *probe.INPUT_GUARD, "-i", "fd:", "-map", "0:v"),
+            *("-frames:v", str(2 * on.group), "-f", "null", "-"),
+        )
+        confined = running.jail(work, wall_seconds=120)
+        finished = await running.run(
+            work, Command("ffmpeg", args, path, f"seam of {path.name} at {seam}"), confined
+        )
+        if finished.stderr_tail.strip():
+            raise Failure(Code.OUTPUT_INVALID, f"{path.name}: it does not decode at frame {seam}.")
 
 
 async def compare(

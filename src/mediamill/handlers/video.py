@@ -7,7 +7,7 @@ order in which they are made.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from mediamill.failures import Code, Failure
 from mediamill.handlers import (
@@ -42,6 +42,7 @@ from mediamill.recipes.video import (
     WaveformOutput,
 )
 
+DAMAGED: Final = "Parts of it are damaged and could not be decoded."
 _Sounds = (M4aOutput, OpusOutput, Mp3Output)
 
 
@@ -67,7 +68,13 @@ async def handle(work: Work) -> Outcome:
             return pieces.children(work, in_pieces)
     making = _Making(work, info, planned)
     if shared:
-        await making.join(ended)
+        try:
+            await making.join(ended)
+        except Failure as failure:
+            if failure.code is not Code.SOURCE_MISSING:
+                raise
+            # The original is there: what children made long ago has been swept.
+            return pieces.children(work, planned, anew=True)
     else:
         await making.encode()
     outputs = await making.finish()
@@ -103,6 +110,8 @@ async def handle_audio(work: Work) -> Outcome:
             case _:
                 made, shown[output.name] = await sound.make(work, output, info, meter)
                 outputs.append(made)
+                if shown[output.name].pop("damaged", False) and DAMAGED not in notes:
+                    notes.append(DAMAGED)
     await look.describe(work, info, _sniffed(work), outputs=shown, warnings=notes)
     return Done(tuple(outputs), {"outputs": len(outputs), "warnings": notes})
 
@@ -211,6 +220,8 @@ class _Making:
         for wanted in work.recipe.video or ():
             if wanted.name not in self._done:
                 self._done[wanted.name] = await self._make_small(wanted, shown)
+        if self._made.damaged:
+            self.notes.append(DAMAGED)
         if info.video is not None and info.video.has_alpha:
             self.notes.append("Its transparent parts were laid on white.")
         await look.describe(work, info, _sniffed(work), outputs=shown, warnings=self.notes)
@@ -231,6 +242,7 @@ class _Making:
                 return await sound.make_waveform(work, wanted, info)
             case M4aOutput() | OpusOutput() | Mp3Output() if info.audio is not None:
                 made, shown[wanted.name] = await sound.make(work, wanted, info, self._meter)
+                self._made.damaged |= shown[wanted.name].pop("damaged", False)
                 return [made]
         return []
 
