@@ -6,7 +6,7 @@ RUN    := $(VENV)/.installed-run
 DEV    := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-once test test-faults test-ui test-extra check fix docs lock run bench-accept bench-overhead bench-images bench-video bench-queue bench-telling bench-uploads bench soak clean
+.PHONY: help demo demo-once test test-long test-ui test-extra check fix docs lock run bench-accept bench-overhead bench-images bench-video bench-queue bench-telling bench-uploads bench soak clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
@@ -35,10 +35,10 @@ run: $(RUN)  ## start the platform for development
 	@$(BIN)/mediamill up
 
 test: $(DEV)  ## the test suite (needs nothing but this)
-	$(BIN)/python -m pytest -n 2 -m "not browser and not extra and not faults"
+	$(BIN)/python -m pytest -n 2 -m "not browser and not extra and not long"
 
-test-faults: $(DEV)  ## the fault campaign: kills, freezes, cuts and restarts at every step
-	$(BIN)/python -m pytest -n 3 -m faults
+test-long: $(DEV)  ## the fault campaign (kills, freezes, cuts, restarts at every step) and long stories
+	$(BIN)/python -m pytest -n 3 -m long
 
 test-ui: $(DEV)  ## tests in a real browser
 	$(BIN)/python -m pytest -m browser || [ $$? -eq 5 ]

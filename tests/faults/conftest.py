@@ -26,10 +26,10 @@ Make = Callable[..., Lab]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The campaign takes minutes: `make test-faults` runs it."""
+    """The campaign takes minutes: `make test-long` runs it."""
     for item in items:
         if "/faults/" in item.nodeid and "test_checker" not in item.nodeid:
-            item.add_marker(pytest.mark.faults)
+            item.add_marker(pytest.mark.long)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from mediamill.failures import Code, Failure, Verdict
 from mediamill.storage import s3
 from mediamill.storage.s3 import S3Storage, open_s3
 
-pytestmark = [pytest.mark.anyio, pytest.mark.soak, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.anyio, pytest.mark.long, pytest.mark.timeout(120)]
 Faulty = tuple[S3Storage, FaultProxy]
 
 

@@ -123,7 +123,7 @@ def test_the_python_client_uploads_in_chunks_with_checksums(
     platform.assert_nothing_left()
 
 
-@pytest.mark.soak
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_an_api_killed_in_the_middle_loses_nothing_that_it_confirmed(
     platform: Platform, clips: Clips
@@ -179,7 +179,7 @@ def test_a_connection_that_is_cut_keeps_what_came(each_platform: Platform, clips
     stalled.close()
 
 
-@pytest.mark.soak
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_an_api_that_is_told_to_stop_keeps_what_came(platform: Platform, clips: Clips) -> None:
     photo = clips.photo
@@ -197,7 +197,7 @@ def test_an_api_that_is_told_to_stop_keeps_what_came(platform: Platform, clips: 
     finish(platform, url, photo)
 
 
-@pytest.mark.soak
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_a_file_is_fetched_from_its_address(make_platform: Make, clips: Clips) -> None:
     """The worker that fetches it is killed in between; another one goes on."""

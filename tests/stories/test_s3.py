@@ -125,7 +125,7 @@ def test_a_photograph_goes_through_a_bucket_and_leaves_nothing_there(
     until(lambda: bucket.everything() == ["mediamill-storage"], seconds=15, why="bytes are left")
 
 
-@pytest.mark.soak
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_a_form_ends_in_the_bucket(platform: Platform, bucket: Bucket, clips: Clips) -> None:
     platform.start_api()
@@ -158,7 +158,7 @@ def test_an_original_that_is_replaced_after_its_acceptance_is_refused(
         assert platform.main_job(media_id)["attempt"] == 1
 
 
-@pytest.mark.soak
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_a_bucket_that_cannot_be_used_stops_the_start_with_a_sentence(
     make_platform: Make, s3_server: Seaweed, bucket: Bucket
@@ -176,7 +176,7 @@ def test_a_bucket_that_cannot_be_used_stops_the_start_with_a_sentence(
         assert said in api.log.read_text()
 
 
-@pytest.mark.soak
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_a_bucket_says_itself_that_an_upload_is_there(
     make_platform: Make, clips: Clips, tmp_path: Path
@@ -200,7 +200,7 @@ def test_a_bucket_says_itself_that_an_upload_is_there(
         platform.close()
 
 
-@pytest.mark.soak
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_deletions_that_are_cut_off_half_way_are_finished(
     make_platform: Make, bucket: Bucket, clips: Clips

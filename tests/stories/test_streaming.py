@@ -203,7 +203,7 @@ def test_a_long_film_is_shared_and_a_killed_worker_costs_a_piece(
     film.assert_nothing_left()
 
 
-@pytest.mark.soak
+@pytest.mark.long
 @pytest.mark.timeout(180)
 def test_a_killed_join_encodes_nothing_again(film: Platform, clips: Clips) -> None:
     film.start_api()
@@ -226,7 +226,7 @@ def test_a_killed_join_encodes_nothing_again(film: Platform, clips: Clips) -> No
     film.assert_published_once(media_id)
 
 
-@pytest.mark.soak
+@pytest.mark.long
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("action", ["kill9", "raise"])
 @pytest.mark.parametrize(

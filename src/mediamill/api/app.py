@@ -36,7 +36,6 @@ from mediamill.api import (
     storage,
     storage_events,
     streams,
-    uploads,
     webhooks,
 )
 from mediamill.api.services import Services
