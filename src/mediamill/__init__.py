@@ -4,15 +4,15 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mediamill.client import Client
+    from mediamill.client import AsyncClient, Client
     from mediamill.failures import Failure
     from mediamill.mill import Child, Job, Mill, Wait
 
 __version__ = version("mediamill")
 
-__all__ = ["Child", "Client", "Failure", "Job", "Mill", "Wait", "__version__"]
+__all__ = ["AsyncClient", "Child", "Client", "Failure", "Job", "Mill", "Wait", "__version__"]
 
-_HOMES = {"Client": "client", "Failure": "failures"}
+_HOMES = {"AsyncClient": "client", "Client": "client", "Failure": "failures"}
 
 
 def __getattr__(name: str) -> Any:

@@ -19,7 +19,7 @@ from typing import Any, Final
 import httpx2 as httpx
 
 from mediamill import webhooks
-from mediamill.client import Client, Problem
+from mediamill.client import Client, ConnectionFailed, Problem
 
 _PAUSE_SECONDS: Final = (1.0, 4.0)
 _SKIPPED: Final = frozenset({"snapshot", "reset"})
@@ -77,19 +77,19 @@ def listen(
     count = 0
     while True:
         try:
-            for number, type_, data in client.stream("/v1/events", types=types, last=last):
-                last = number or last
-                if type_ in _SKIPPED or number is None:
+            for event in client.events(types=types, after=last):
+                last = event.cursor or last
+                if event.type in _SKIPPED or event.cursor is None:
                     continue
-                forwarder.forward(data)
+                forwarder.forward(event.raw)
                 count += 1
                 if most is not None and count >= most:
                     return count
         except Problem as problem:
-            if problem.status < 500:
+            if not problem.retryable:
                 raise
             forwarder.say(str(problem))
-        except httpx.HTTPError as error:
+        except ConnectionFailed as error:
             forwarder.say(f"cut off ({error}); coming back")
         time.sleep(random.uniform(*_PAUSE_SECONDS))  # noqa: S311
 
