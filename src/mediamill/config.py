@@ -270,6 +270,20 @@ def load(**flags: Any) -> Settings:
         raise ConfigError("; ".join(lines)) from None
 
 
+def origins() -> dict[str, str]:
+    """Where each setting comes from: its variable, the operator's file, or the defaults."""
+    file = _operator_file()
+    names = {name: f"MEDIAMILL_{name.upper()}" for name in Settings.model_fields}
+    return {
+        name: variable
+        if variable in os.environ
+        else os.environ["MEDIAMILL_CONFIG"]
+        if name in file
+        else "default"
+        for name, variable in names.items()
+    }
+
+
 def parse_slots(text: str | None) -> dict[str, int]:
     """`image=4,video=1` as a mapping; None gives the defaults for this machine.
 
