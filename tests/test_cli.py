@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from standardwebhooks.webhooks import Webhook
+from tests import make_media
 from tests.api.conftest import Served, serving
 from tests.sink import LOCAL, answering, listening
 
@@ -269,6 +271,35 @@ def test_settings_are_shown_with_their_origin_and_without_secrets(
     assert rows["database_url"] == ["postgresql://me:***@db/x", "MEDIAMILL_DATABASE_URL"]
     assert rows["lease_seconds"] == ["7.0", "default"]
     assert "hidden" not in result.stdout
+
+
+@pytest.mark.timeout(120)
+def test_a_file_is_processed_without_any_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEDIAMILL_DATA_DIR", str(tmp_path / "none"))
+    wrong_name = tmp_path / "photo.mp4"  # what it is decides, not what it is called
+    wrong_name.write_bytes(make_media.save(make_media.texture((64, 48)), "JPEG"))
+    flags = ["--into", str(tmp_path / "out")]
+    result = CliRunner().invoke(main, ["run", str(wrong_name), *flags])
+    assert result.exit_code == 0, result.output
+    made = json.loads(result.stdout)
+    assert (made["media"]["width"], made["media"]["height"]) == (64, 48)
+    assert made["media"]["preview"]["blurhash"]
+    assert "photo.mp4: encode" in result.stderr
+    for variant in made["variants"]:
+        data = Path(variant["path"]).read_bytes()
+        assert hashlib.sha256(data).hexdigest() == variant["sha256"]
+    assert made["variants"]
+    assert not (tmp_path / "none").exists()
+    junk = tmp_path / "junk.jpg"
+    junk.write_bytes(b"no picture")
+    result = CliRunner().invoke(main, ["run", str(junk), "--into", str(tmp_path / "no")])
+    assert result.exit_code == Exit.FAILED
+    assert "unsupported_format" in result.stderr
+    assert not (tmp_path / "no").exists()
+    result = CliRunner().invoke(main, ["run", str(junk), "--recipe", "nowhere"])
+    assert result.exit_code == Exit.USAGE
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -43,6 +43,7 @@ for command in (
     server.explain,
     server.estimates,
     submit.submit,
+    submit.run,
     things.media,
     things.jobs,
     things.dlq,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sys
 import time
@@ -92,6 +93,65 @@ def submit(
         found, worst = _to_the_end(client, found, timeout, download, watch=watch)
     out.many(found, COLUMNS)
     sys.exit(worst)
+
+
+@click.command()
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--recipe", default="web", show_default=True)
+@click.option("--recipe-version", type=int, help="Default: the newest.")
+@click.option(
+    "--into",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Where outputs go; default: a folder named after the file and recipe.",
+)
+@click.option("--quiet", is_flag=True, help="Show no progress.")
+def run(
+    *, file: Path, recipe: str, recipe_version: int | None, into: Path | None, quiet: bool
+) -> None:
+    """Process a file here and now: the same engine and sandbox, and no server or database.
+
+    What was made goes to stdout as JSON.
+    """
+    import asyncio
+
+    from mediamill import alone, observability
+    from mediamill.cli.installed import settings
+    from mediamill.client import Progress
+    from mediamill.failures import Failure, Refused
+
+    observability.configure_logs("run", level="error")
+    target = into or Path(f"{file.stem}.{recipe}")
+    with _bar(file.name, shown=not quiet) as moved:
+
+        def told(stage: str, percent: float) -> None:
+            if moved is not None:
+                moved(Progress("process", stage, percent))
+
+        try:
+            made = asyncio.run(
+                alone.process(
+                    settings(),
+                    file,
+                    target,
+                    recipe=recipe,
+                    recipe_version=recipe_version,
+                    on_move=told,
+                )
+            )
+        except (Failure, Refused) as error:
+            say(f"Error: {error}")
+            say(f"  {error.problem.code.advice}")
+            wrong = Exit.USAGE if isinstance(error, Refused) else Exit.FAILED
+            sys.exit(Exit.FAILED_FOR_NOW if error.code.retryable else wrong)
+        except KeyboardInterrupt:
+            sys.exit(Exit.INTERRUPTED)
+    for warning in made.warnings:
+        say(f"Note: {warning}")
+    click.echo(
+        json.dumps(
+            {"media": made.described, "variants": made.outputs}, indent=2, ensure_ascii=False
+        )
+    )
 
 
 def _to_the_end(
