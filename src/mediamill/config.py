@@ -133,6 +133,7 @@ class Settings(BaseSettings):
     max_event_streams: int = Field(ge=1)
     max_waiters: int = Field(ge=0)
     inbox: bool = Field()
+    dashboard_sign_in: bool = Field()
     media_ttl_seconds: int | None = Field(default=None, ge=1)
     job_retention_seconds: int = Field(ge=1)
     superseded_set_seconds: int = Field(ge=1)
@@ -220,6 +221,11 @@ class Settings(BaseSettings):
     @property
     def objects_dir(self) -> Path:
         return self.data_dir / "objects"
+
+    @property
+    def key_file(self) -> Path:
+        """The key that `mediamill up` made, for whoever may read it."""
+        return self.data_dir / "api-key"
 
     @property
     def scratch_dir(self) -> Path:

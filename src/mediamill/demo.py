@@ -168,7 +168,8 @@ def _show(console: Console, running: up.Platform, report: Report) -> None:
     if report.ok:
         console.print(f"\n✓ {count} variants are ready, and each one is what its manifest says.")
     console.print(
-        f"\n  API      {running.url}/v1\n"
+        f"\n  Look     {running.url}/ui\n"
+        f"  API      {running.url}/v1\n"
         f"  API key  {running.api_key}\n"
         f"  Logs     {running.settings.logs_dir}",
         highlight=False,

@@ -24,9 +24,7 @@ def settings(**flags: Any) -> Settings:
 
 def own_key(found: Settings) -> str:
     """The key that `mediamill up` keeps beside its data."""
-    from mediamill.up import KEY_FILE
-
     try:
-        return (found.data_dir / KEY_FILE).read_text("utf-8").strip()
+        return found.key_file.read_text("utf-8").strip()
     except OSError:
         raise click.ClickException("Give --api-key, or set MEDIAMILL_API_KEY.") from None
