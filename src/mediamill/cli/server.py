@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 from collections.abc import Callable, Coroutine
@@ -13,6 +12,8 @@ import click
 from mediamill.cli.installed import settings as _settings
 
 if TYPE_CHECKING:
+    import asyncio
+
     from mediamill.config import Settings
 
 
@@ -43,6 +44,8 @@ def _serve(service: str, settings: Settings, run: Callable[[], Coroutine[Any, An
 
 
 def _runner() -> asyncio.Runner:
+    import asyncio
+
     try:
         import uvloop
     except ImportError:
@@ -113,6 +116,8 @@ def migrate() -> None:
 @click.command()
 def doctor() -> None:
     """Check what this machine can do, and say what to mend. Exits 1 if something must be."""
+    import asyncio
+
     from mediamill import doctor as checks
     from mediamill import observability
 
@@ -173,6 +178,8 @@ def storage() -> None:
 def storage_doctor(origin: str | None) -> None:
     """Find out what the bucket really enforces, and say what to mend. Exits 1 if something must
     be."""
+    import asyncio
+
     from mediamill import doctor as checks
     from mediamill import observability
 
@@ -247,6 +254,8 @@ def keys_revoke(key_id: str, tenant: str) -> None:
 
 def _with_database(run: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
     """Run against the configured database, or the embedded one of the data folder."""
+    import asyncio
+
     settings = _settings()
 
     async def connected(dsn: str) -> None:
