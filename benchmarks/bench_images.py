@@ -30,19 +30,20 @@ from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import httpx2 as httpx
 from benchmarks import harness, image_contenders
 from benchmarks.harness import Report, Stand, percentile, ratios, say, spread
 from PIL import Image, ImageDraw
 from tests import make_media
 
 from mediamill import observability, sandbox, tools
-from mediamill.client import Body, Client
 from mediamill.failures import Code, Failure
 from mediamill.image_children import confined_pool
 
 HERE: Final = Path(__file__).resolve().parent
 CORES: Final = os.cpu_count() or 1
 NICENESS: Final = 10
+Body = dict[str, Any]
 PHOTOGRAPH: Final = HERE.parent / "src" / "mediamill" / "samples" / "photograph.jpg"
 
 
@@ -158,26 +159,33 @@ def _photographs(folder: Path, count: int) -> list[Path]:
     return made
 
 
-def _through(here: Stand, client: Client, sources: Sequence[Path], recipe: str = "web") -> float:
+def _through(
+    here: Stand, client: httpx.Client, sources: Sequence[Path], recipe: str = "web"
+) -> float:
     """Seconds from the first `complete` until every picture is ready."""
     slots = [_upload(client, path, recipe) for path in sources]
     began = time.perf_counter()
     for slot in slots:
-        client._ask("POST", f"{slot['links']['self']}/complete")
+        client.post(f"{slot['links']['self']}/complete").raise_for_status()
     asyncio.run(_ended(here, [slot["id"] for slot in slots]))
     seconds = time.perf_counter() - began
-    states = {client.media(slot["id"])["state"] for slot in slots}
+    states = {_media(client, slot)["state"] for slot in slots}
     assert states == {"ready"}, states
     return seconds
 
 
-def _upload(client: Client, path: Path, recipe: str, content_type: str = "image/jpeg") -> Body:
-    """A slot with its bytes in it, not completed yet."""
-    import httpx2 as httpx
+def _media(client: httpx.Client, slot: Body) -> Body:
+    body: Body = client.get(slot["links"]["self"]).raise_for_status().json()
+    return body
 
+
+def _upload(
+    client: httpx.Client, path: Path, recipe: str, content_type: str = "image/jpeg"
+) -> Body:
+    """A slot with its bytes in it, not completed yet."""
     data = path.read_bytes()
     wanted = {"size": len(data), "content_type": content_type, "recipe": recipe}
-    slot = client._ask("POST", "/v1/media", json=wanted)
+    slot: Body = client.post("/v1/media", json=wanted).raise_for_status().json()
     upload = slot["upload"]
     httpx.put(upload["url"], headers=upload["headers"], content=data).raise_for_status()
     return slot
@@ -228,14 +236,14 @@ def previews(here: Stand, report: Report, count: int) -> None:
             _time_to_hash(client, sources[0])
         idle = [_time_to_hash(client, sources[n % 5]) for n in range(count)]
         film = _upload(client, _film(here), "bench", "video/mp4")
-        client._ask("POST", f"{film['links']['self']}/complete")
-        while client.media(film["id"])["stage"] != "encode":
+        client.post(f"{film['links']['self']}/complete").raise_for_status()
+        while _media(client, film)["stage"] != "encode":
             time.sleep(0.1)
         busy = [_time_to_hash(client, sources[n % 5]) for n in range(count)]
-        state = client.media(film["id"])["state"]
+        state = _media(client, film)["state"]
         if state != "processing":
             say(f"  the film was {state} before the end: make it longer")
-        client._ask("DELETE", film["links"]["self"])
+        client.delete(film["links"]["self"]).raise_for_status()
     for name, seconds in (("idle", idle), ("videos_busy", busy)):
         for share, most in ((0.5, 0.3), (0.99, 1.0)):
             title = f"complete_to_hash_{name}_p{share * 100:.0f}_seconds"
@@ -243,16 +251,17 @@ def previews(here: Stand, report: Report, count: int) -> None:
             report.aim(title, percentile(seconds, share), most=most)
 
 
-def _time_to_hash(client: Client, path: Path) -> float:
+def _time_to_hash(client: httpx.Client, path: Path) -> float:
     slot = _upload(client, path, "bench")
     began = time.perf_counter()
-    body = client._ask("POST", f"{slot['links']['self']}/complete")
+    body: Body = client.post(f"{slot['links']['self']}/complete").raise_for_status().json()
     while not (body["preview"] or {}).get("blurhash"):
         assert body["state"] != "failed", body["error"]
         time.sleep(0.005)
-        body = client.media(slot["id"])
+        body = _media(client, slot)
     seconds = time.perf_counter() - began
-    client.wait(slot["id"], timeout_seconds=60, poll_seconds=0.02)
+    while _media(client, slot)["state"] not in ("ready", "failed"):
+        time.sleep(0.02)
     return seconds
 
 
@@ -434,7 +443,8 @@ def _worker(here: Stand, slots: str) -> Iterator[int]:
 
 @contextmanager
 def _client(here: Stand) -> Iterator[Any]:
-    with Client(here.settings.base_url, here.api_key) as client:
+    headers = {"Authorization": f"Bearer {here.api_key}"}
+    with httpx.Client(base_url=here.settings.base_url, headers=headers, timeout=30) as client:
         yield client
 
 

@@ -1,22 +1,25 @@
 """Mediamill: asynchronous media processing behind a durable queue."""
 
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mediamill.client import Client
+    from mediamill.client import AsyncClient, Client
     from mediamill.failures import Failure
     from mediamill.mill import Child, Job, Mill, Wait
 
-__version__ = version("mediamill")
+    __version__: str
 
-__all__ = ["Child", "Client", "Failure", "Job", "Mill", "Wait", "__version__"]
+__all__ = ["AsyncClient", "Child", "Client", "Failure", "Job", "Mill", "Wait", "__version__"]
 
-_HOMES = {"Client": "client", "Failure": "failures"}
+_HOMES = {"AsyncClient": "client", "Client": "client", "Failure": "failures"}
 
 
 def __getattr__(name: str) -> Any:
     """The public names, imported when they are asked for: the command line starts without them."""
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("mediamill")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

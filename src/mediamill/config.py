@@ -134,6 +134,7 @@ class Settings(BaseSettings):
     max_event_streams: int = Field(ge=1)
     max_waiters: int = Field(ge=0)
     inbox: bool = Field()
+    dashboard_sign_in: bool = Field()
     media_ttl_seconds: int | None = Field(default=None, ge=1)
     job_retention_seconds: int = Field(ge=1)
     superseded_set_seconds: int = Field(ge=1)
@@ -223,6 +224,11 @@ class Settings(BaseSettings):
         return self.data_dir / "objects"
 
     @property
+    def key_file(self) -> Path:
+        """The key that `mediamill up` made, for whoever may read it."""
+        return self.data_dir / "api-key"
+
+    @property
     def scratch_dir(self) -> Path:
         return self.data_dir / "scratch"
 
@@ -269,6 +275,20 @@ def load(**flags: Any) -> Settings:
             f"{'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg']}" for e in error.errors()
         ]
         raise ConfigError("; ".join(lines)) from None
+
+
+def origins() -> dict[str, str]:
+    """Where each setting comes from: its variable, the operator's file, or the defaults."""
+    file = _operator_file()
+    names = {name: f"MEDIAMILL_{name.upper()}" for name in Settings.model_fields}
+    return {
+        name: variable
+        if variable in os.environ
+        else os.environ["MEDIAMILL_CONFIG"]
+        if name in file
+        else "default"
+        for name, variable in names.items()
+    }
 
 
 def parse_slots(text: str | None) -> dict[str, int]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 import time
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from rich.console import Console
@@ -16,7 +16,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from mediamill import up
-from mediamill.client import Client, Problem
+from mediamill.client import Client, DownloadDamaged, Error, Media
+from mediamill.client import Progress as Moved
 from mediamill.config import Settings
 
 RESULT: Final = Path("demo-result.json")
@@ -61,7 +62,7 @@ def run(settings: Settings, *, once: bool) -> int:
             report = Report(running.url, running.timings["ready"])
             try:
                 _process(console, running, report)
-            except (Problem, TimeoutError, OSError) as error:
+            except (Error, OSError) as error:
                 report.faults.append(str(error))
             _show(console, running, report)
             if once:
@@ -95,48 +96,53 @@ def _process(console: Console, running: up.Platform, report: Report) -> None:
             task = progress.add_task(name, total=100, stage="upload")
             with resources.as_file(folder.joinpath(name)) as path:
                 began = time.monotonic()
-                body = client.upload(path)
-            sent[name] = body["id"], task, began
+                media = client.media.submit(path)
+            sent[name] = media.id, task, began
         for name, (media_id, task, began) in sent.items():
 
-            def moved(body: dict[str, Any], task: Any = task) -> None:
-                stage = body["stage"] or body["state"]
-                progress.update(task, completed=body["progress"] or 0, stage=stage)
+            def moved(seen: Moved, task: Any = task) -> None:
+                progress.update(task, completed=seen.percent or 0, stage=seen.stage)
 
-            body = client.wait(media_id, timeout_seconds=_TIMEOUT_SECONDS, on_change=moved)
-            report.samples[name] = _checked(client, name, body, time.monotonic() - began, report)
+            media = client.media.wait(
+                media_id, timeout_seconds=_TIMEOUT_SECONDS, on_progress=moved, check=False
+            )
+            progress.update(task, completed=100, stage=media.state)
+            report.samples[name] = _checked(client, name, media, time.monotonic() - began, report)
 
 
 def _checked(
-    client: Client, name: str, body: dict[str, Any], seconds: float, report: Report
+    client: Client, name: str, media: Media, seconds: float, report: Report
 ) -> dict[str, Any]:
     """Download every variant and hold it against its manifest."""
-    if body["state"] != "ready":
-        report.faults.append(f"{name} is {body['state']}: {body['error']}")
-    if not (body["preview"] or {}).get("blurhash") and name.startswith("photograph"):
+    if media.state != "ready":
+        report.faults.append(f"{name} is {media.state}: {media.error}")
+    blurhash = (media.preview or {}).get("blurhash")
+    if not blurhash and name.startswith("photograph"):
         report.faults.append(f"{name} has no placeholder")
-    listed = {v["name"]: v for v in body["variants"]}
-    for missing in set(SAMPLES[name]) - set(listed):
+    shown = {v.name: v.as_dict() | {"verified": False} for v in media.variants}
+    for missing in set(SAMPLES[name]) - set(shown):
         report.faults.append(f"{name}: {missing} is missing")
-    for variant in listed.values():
-        data = client.download(variant)
-        digest = hashlib.sha256(data).hexdigest()
-        variant["verified"] = len(data) == variant["bytes"] and digest == variant["sha256"]
-        if not variant["verified"]:
-            report.faults.append(f"{name}: {variant['name']} differs from its manifest")
+    with TemporaryDirectory(prefix="mediamill-demo-") as folder:
+        for variant in media.variants:
+            try:
+                path = client.media.download(media, variant.name, folder)
+            except DownloadDamaged as error:
+                report.faults.append(f"{name}: {error}")
+                continue
+            shown[variant.name]["verified"] = path.stat().st_size == variant.bytes
     return {
-        "id": body["id"],
-        "state": body["state"],
+        "id": media.id,
+        "state": media.state,
         "seconds": round(seconds, 2),
-        "size": body["size"],
-        "width": body["width"],
-        "height": body["height"],
-        "duration_seconds": body["duration_seconds"],
-        "blurhash": (body["preview"] or {}).get("blurhash"),
-        "explained": client.timeline(body["id"])["sentence"],
+        "size": media.size,
+        "width": media.width,
+        "height": media.height,
+        "duration_seconds": media.duration_seconds,
+        "blurhash": blurhash,
+        "explained": client.media.timeline(media).sentence,
         "variants": [
             {k: v[k] for k in ("name", "bytes", "width", "height", "seconds", "verified", "url")}
-            for v in listed.values()
+            for v in shown.values()
         ],
     }
 
@@ -162,7 +168,8 @@ def _show(console: Console, running: up.Platform, report: Report) -> None:
     if report.ok:
         console.print(f"\n✓ {count} variants are ready, and each one is what its manifest says.")
     console.print(
-        f"\n  API      {running.url}/v1\n"
+        f"\n  Look     {running.url}/ui\n"
+        f"  API      {running.url}/v1\n"
         f"  API key  {running.api_key}\n"
         f"  Logs     {running.settings.logs_dir}",
         highlight=False,

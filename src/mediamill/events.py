@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -65,7 +65,9 @@ _REMEMBERED: Final = 10_000
 _BACKLOG: Final = 100
 
 
-def shown(row: db.Row, *, version: int = 1, thin: bool = False) -> dict[str, Any]:
+def shown(
+    row: db.Row | Mapping[str, Any], *, version: int = 1, thin: bool = False
+) -> dict[str, Any]:
     """An event as SSE and webhooks tell it. `row` is one of `told`; `version` is one of
     PAYLOAD_VERSIONS."""
     assert version in PAYLOAD_VERSIONS

@@ -13,13 +13,15 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
 import httpx2 as httpx
 
-from mediamill import webhooks
-from mediamill.client import Client, Problem
+from mediamill import events, ids, webhooks
+from mediamill.client import Client, ConnectionFailed, Problem
+from mediamill.failures import BY_NAME
 
 _PAUSE_SECONDS: Final = (1.0, 4.0)
 _SKIPPED: Final = frozenset({"snapshot", "reset"})
@@ -77,21 +79,61 @@ def listen(
     count = 0
     while True:
         try:
-            for number, type_, data in client.stream("/v1/events", types=types, last=last):
-                last = number or last
-                if type_ in _SKIPPED or number is None:
+            for event in client.events(types=types, after=last):
+                last = event.cursor or last
+                if event.type in _SKIPPED or event.cursor is None:
                     continue
-                forwarder.forward(data)
+                forwarder.forward(event.raw)
                 count += 1
                 if most is not None and count >= most:
                     return count
         except Problem as problem:
-            if problem.status < 500:
+            if not problem.retryable:
                 raise
             forwarder.say(str(problem))
-        except httpx.HTTPError as error:
+        except ConnectionFailed as error:
             forwarder.say(f"cut off ({error}); coming back")
         time.sleep(random.uniform(*_PAUSE_SECONDS))  # noqa: S311
+
+
+def sample(type_: str, code: str | None = None) -> bytes:
+    """An event of a type as a webhook tells it, about things that do not exist. Raises ValueError
+    for a type or code that there is none of."""
+    if type_ not in events.TYPES:
+        raise ValueError(f"{type_} is no event; there are {', '.join(events.TYPES)}")
+    subject, _, state = type_.partition(".")
+    failed = state in ("failed", "dead_lettered")
+    if code is not None and (code not in BY_NAME or not failed):
+        raise ValueError(f"--code {code} is no failure code, or {type_} has none")
+    said: dict[str, Any] = {"state": "failed" if state == "dead_lettered" else state}
+    if failed:
+        said["error"] = {"code": code or "corrupt_input"}
+    row: dict[str, Any] = {
+        "id": 1,
+        "type": type_,
+        "event_id": ids.new(),
+        "at": datetime.now(UTC),
+        "media_id": ids.new() if subject in ("media", "variant") else None,
+        "job_id": ids.new(),
+        "data": said,
+        "media_state": said["state"],
+        "variants": [] if type_ in ("media.ready", "variant.ready") else None,
+        **_SAMPLE,
+    }
+    return webhooks.encoded(events.shown(row))
+
+
+_SAMPLE: Final = {
+    "kind": "image",
+    "recipe": "web",
+    "recipe_version": 1,
+    "generation": 1,
+    "metadata": {},
+    "size": 120_000,
+    "width": 1200,
+    "height": 800,
+    "duration_seconds": None,
+}
 
 
 def replay(file: Path, forwarder: Forwarder) -> int:

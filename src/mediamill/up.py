@@ -29,7 +29,7 @@ _READY_SECONDS: Final = 60.0
 _TICK_SECONDS: Final = 0.2
 _BACKOFF_SECONDS: Final = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
 _STEADY_SECONDS: Final = 30.0
-KEY_FILE: Final = "api-key"
+_LOOPBACK: Final = frozenset({"127.0.0.1", "::1", "localhost"})
 _ENSURE_SECONDS: Final = 2.0
 
 
@@ -129,6 +129,8 @@ def platform(
 ) -> Iterator[Platform]:
     """The platform, started and answering; stopped when the block ends. Raises CannotStart."""
     began = time.perf_counter()
+    if settings.public_url is None and settings.host in _LOOPBACK:
+        settings = settings.model_copy(update={"dashboard_sign_in": True})
     settings.data_dir.mkdir(parents=True, exist_ok=True)
     server: embedded.Embedded | None = None
     services: list[Service] = []
@@ -166,7 +168,7 @@ async def _prepare(settings: Settings, dsn: str) -> str:
     connection = await db.connect(dsn, application="mediamill up")
     try:
         installed = await installation.identify(connection)
-        path = settings.data_dir / KEY_FILE
+        path = settings.key_file
         with suppress(FileNotFoundError):
             known = path.read_text().strip()
             if await keys.belongs(connection, installed.pepper, known):
@@ -290,6 +292,7 @@ def _banner(running: Platform) -> None:
     where = "MEDIAMILL_DATABASE_URL" if settings.database_url else "embedded PostgreSQL"
     print(
         f"mediamill {__version__}   ready in {running.timings['ready']:.1f} s\n"
+        f"  Dashboard  {running.url}/ui\n"
         f"  API        {running.url}/v1      schema {running.url}/openapi.json\n"
         f"  API key    {running.api_key}\n"
         f"  Database   {where}\n"

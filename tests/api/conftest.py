@@ -257,14 +257,19 @@ class Served:
 
 
 @asynccontextmanager
-async def serving(dsn: str, folder: Path, **settings: Any) -> AsyncIterator[Served]:
+async def serving(
+    dsn: str, folder: Path, *, own_address: bool = False, **settings: Any
+) -> AsyncIterator[Served]:
+    """A server; with `own_address` it signs addresses that lead to itself."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    if own_address:
+        settings["public_url"] = url
     async with make_api(dsn, folder, pool_size=10, **settings) as api:
         config = uvicorn.Config(
             api.app, log_config=None, access_log=False, timeout_graceful_shutdown=5
         )
         server = uvicorn.Server(config)
-        listener = socket.create_server(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         task = asyncio.create_task(server._serve(sockets=[listener]))
         for _ in range(500):
             if server.started:

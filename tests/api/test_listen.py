@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -96,7 +97,7 @@ async def test_the_inbox_shows_what_arrived_and_is_closed_by_default(
     async with make_api(shared_database, tmp_path / "closed") as api:
         check_problem(await api.client.post("/v1/inbox", json={}), 404, "not_found")
         check_problem(await api.client.get("/v1/inbox"), 404, "not_found")
-    settings = {"inbox": True, "egress_allow_networks": LOCAL}
+    settings: dict[str, Any] = {"inbox": True, "egress_allow_networks": LOCAL}
     async with serving(shared_database, tmp_path, **settings) as served, served.client() as client:
         wanted = {"url": f"{served.url}/v1/inbox"}
         made = (await client.post("/v1/webhook-endpoints", json=wanted)).json()

@@ -124,9 +124,8 @@ def test_up_heals_itself_stops_clean_and_keeps_its_data(
     photo = folder / "photo.jpg"
     photo.write_bytes(clips.photo)
     with Client(first.url, first.key) as client:
-        media_id = client.upload(photo)["id"]
-        body = client.wait(media_id, timeout_seconds=40)
-    assert body["state"] == "ready"
+        media_id = client.media.submit(photo).id
+        client.media.wait(media_id, timeout_seconds=40)
 
     for name in ("api", "worker"):
         before = until(lambda name=name: first.service(name), seconds=5, why="none")  # type: ignore[misc]
@@ -142,7 +141,7 @@ def test_up_heals_itself_stops_clean_and_keeps_its_data(
         assert_gone(below, seconds=2)
     until(lambda: _answers(first.url), seconds=20, why="the new API does not answer")
     with Client(first.url, first.key) as client:
-        assert client.wait(client.upload(photo)["id"], timeout_seconds=40)["state"] == "ready"
+        client.media.wait(client.media.submit(photo), timeout_seconds=40)
 
     everything = first.everything()
     first.popen.send_signal(signal.SIGINT)
@@ -154,9 +153,9 @@ def test_up_heals_itself_stops_clean_and_keeps_its_data(
     started.append(second)
     assert second.key == first.key
     with Client(second.url, second.key) as client:
-        kept = client.media(media_id)
-        assert kept["state"] == "ready"
-        assert client.download(kept["variants"][0])
+        kept = client.media.get(media_id)
+        assert kept.state == "ready"
+        assert client.media.download(kept, kept.variants[0].name, folder).stat().st_size
     with httpx.Client(headers={"Authorization": f"Bearer {second.key}"}) as http:
         answer = http.post(f"{second.url}/v1/jobs", json={"kind": "double", "payload": {"n": 21}})
         assert answer.status_code == 202, answer.text

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mediamill import __version__
 from mediamill.api import (
+    dashboard,
     dead_letters,
     document,
     health,
@@ -440,6 +441,9 @@ _PLAIN: Final[tuple[tuple[str, Endpoint, list[str]], ...]] = (
     ("/internal/storage-events/{source}", storage_events.may_send, ["OPTIONS"]),
     ("/play/{token}/{key:path}", play.get, ["GET"]),
     ("/play/{token}/{key:path}", play.preflight, ["OPTIONS"]),
+    ("/ui/session", dashboard.sign_in, ["POST"]),
+    ("/ui", dashboard.get, ["GET"]),
+    ("/ui/{path:path}", dashboard.get, ["GET"]),
     ("/problems/{code}", _problem_page, ["GET"]),
     ("/livez", health.livez, ["GET"]),
     ("/readyz", health.readyz, ["GET"]),

@@ -1,48 +1,20 @@
-"""The command line. Data goes to stdout, talk to stderr."""
+"""Commands that start the platform or work on it directly: its processes, database and storage."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 from collections.abc import Callable, Coroutine
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from mediamill import __version__, config
-from mediamill.config import ConfigError, Settings
+from mediamill.cli.installed import settings as _settings
 
+if TYPE_CHECKING:
+    import asyncio
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(__version__, prog_name="mediamill")
-@click.option("--bound-to", type=int, hidden=True, help="End with the process of this id.")
-@click.option("--keep-database", hidden=True, type=click.Path(), help="Use this embedded server.")
-def main(bound_to: int | None, keep_database: str | None) -> None:
-    """Asynchronous media processing behind a durable queue."""
-    if bound_to is not None:
-        from mediamill import processes
-
-        processes.bind_to(bound_to)
-    if keep_database is not None:
-        from mediamill import embedded
-
-        # It stops when nobody uses it: a worker that drains still does.
-        server = embedded.Embedded(Path(keep_database))
-        server.start()
-        click.get_current_context().call_on_close(server.close)
-
-
-def _settings(**flags: Any) -> Settings:
-    from mediamill import recipes
-
-    try:
-        settings = config.load(**flags)
-        recipes.book(settings.recipes_dir)  # a fault in the operator's recipes stops the start
-        return settings
-    except ConfigError as error:
-        raise click.ClickException(str(error)) from None
+    from mediamill.config import Settings
 
 
 def _serve(service: str, settings: Settings, run: Callable[[], Coroutine[Any, Any, Any]]) -> None:
@@ -72,6 +44,8 @@ def _serve(service: str, settings: Settings, run: Callable[[], Coroutine[Any, An
 
 
 def _runner() -> asyncio.Runner:
+    import asyncio
+
     try:
         import uvloop
     except ImportError:
@@ -79,7 +53,7 @@ def _runner() -> asyncio.Runner:
     return asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
 
-@main.command()
+@click.command()
 @click.option("--host", help="Address to listen on.")
 @click.option("--port", type=int, help="Port to listen on; 0 takes a free one.")
 @click.option("--slots", help="Slots of the worker, such as image=4,video=1.")
@@ -93,7 +67,7 @@ def up(app: str | None, **flags: Any) -> None:
     sys.exit(platform.run(_settings(**flags), app))
 
 
-@main.command()
+@click.command()
 @click.option("--once", is_flag=True, help="Stop after the demonstration; write demo-result.json.")
 @click.option("--port", type=int, help="Port to listen on.")
 def demo(once: bool, port: int | None) -> None:
@@ -103,7 +77,7 @@ def demo(once: bool, port: int | None) -> None:
     sys.exit(demonstration.run(_settings(port=port), once=once))
 
 
-@main.command()
+@click.command()
 @click.option("--host", help="Address to listen on.")
 @click.option("--port", type=int, help="Port to listen on.")
 def api(**flags: Any) -> None:
@@ -114,7 +88,7 @@ def api(**flags: Any) -> None:
     _serve("api", settings, lambda: processes.serve_api(settings))
 
 
-@main.command()
+@click.command()
 @click.option("--slots", help="Slots per queue, such as image=4,video=1.")
 @click.option("--app", help="The application's jobs, such as shop.jobs:mill.")
 def worker(app: str | None, **flags: Any) -> None:
@@ -125,7 +99,7 @@ def worker(app: str | None, **flags: Any) -> None:
     _serve("worker", settings, lambda: processes.serve_worker(settings, app))
 
 
-@main.command()
+@click.command()
 def migrate() -> None:
     """Bring the database schema up to date."""
     from mediamill import processes
@@ -139,9 +113,11 @@ def migrate() -> None:
     _serve("migrate", settings, run)
 
 
-@main.command()
+@click.command()
 def doctor() -> None:
     """Check what this machine can do, and say what to mend. Exits 1 if something must be."""
+    import asyncio
+
     from mediamill import doctor as checks
     from mediamill import observability
 
@@ -149,7 +125,7 @@ def doctor() -> None:
     sys.exit(asyncio.run(checks.run(_settings())))
 
 
-@main.command()
+@click.command()
 @click.argument("id")
 @click.option("--tenant", default="default", show_default=True)
 def explain(id: str, tenant: str) -> None:
@@ -166,70 +142,7 @@ def explain(id: str, tenant: str) -> None:
     _with_database(run)
 
 
-@main.command()
-@click.option("--forward-to", required=True, help="Where to send them, such as localhost:3000/in.")
-@click.option("--types", help="Only these, such as media.ready,job.*; default: all.")
-@click.option("--secret", help="whsec_… to sign with; default: a new one, which is printed.")
-@click.option("--record", type=click.Path(dir_okay=False, path_type=Path), help="Note them here.")
-@click.option(
-    "--replay",
-    type=click.Path(dir_okay=False, exists=True, path_type=Path),
-    help="Send what was recorded here, and end.",
-)
-@click.option("--url", envvar="MEDIAMILL_URL", help="The API; default: the one of this machine.")
-@click.option("--api-key", envvar="MEDIAMILL_API_KEY", help="Default: the key that `up` made.")
-def listen(
-    *,
-    forward_to: str,
-    types: str | None,
-    secret: str | None,
-    record: Path | None,
-    replay: Path | None,
-    url: str | None,
-    api_key: str | None,
-) -> None:
-    """Send webhooks to a server on this machine, over the event stream: no tunnel is needed."""
-    from mediamill import listen, webhooks
-    from mediamill.client import Client, Problem
-
-    settings = _settings()
-    chosen = secret or listen.fresh_secret()
-    try:
-        webhooks.read_secret(chosen)
-    except ValueError as error:
-        raise click.ClickException(f"--secret {error}") from None
-    address = forward_to if "://" in forward_to else f"http://{forward_to}"
-
-    def say(text: str) -> None:
-        click.echo(text, err=True)
-
-    forwarder = listen.Forwarder(address, chosen, say, record)
-    if secret is None:
-        say(f"signing with {chosen}")
-    try:
-        if replay is not None:
-            say(f"{listen.replay(replay, forwarder)} sent")
-            return
-        with Client(url or settings.base_url, api_key or _own_key(settings)) as client:
-            say(f"forwarding to {address}; Ctrl-C ends")
-            listen.listen(client, forwarder, types=types)
-    except (Problem, ValueError) as error:
-        raise click.ClickException(str(error)) from None
-    except KeyboardInterrupt:
-        sys.exit(130)
-
-
-def _own_key(settings: Settings) -> str:
-    """The key that `mediamill up` keeps beside its data."""
-    from mediamill.up import KEY_FILE
-
-    try:
-        return (settings.data_dir / KEY_FILE).read_text("utf-8").strip()
-    except OSError:
-        raise click.ClickException("Give --api-key, or set MEDIAMILL_API_KEY.") from None
-
-
-@main.group()
+@click.group()
 def estimates() -> None:
     """Forecasts of when work is done."""
 
@@ -255,7 +168,7 @@ def estimates_report(days: float) -> None:
     _with_database(run)
 
 
-@main.group()
+@click.group()
 def storage() -> None:
     """Where the bytes live."""
 
@@ -265,6 +178,8 @@ def storage() -> None:
 def storage_doctor(origin: str | None) -> None:
     """Find out what the bucket really enforces, and say what to mend. Exits 1 if something must
     be."""
+    import asyncio
+
     from mediamill import doctor as checks
     from mediamill import observability
 
@@ -272,7 +187,7 @@ def storage_doctor(origin: str | None) -> None:
     sys.exit(asyncio.run(checks.run_storage(_settings(), origin)))
 
 
-@main.group()
+@click.group()
 def keys() -> None:
     """API keys."""
 
@@ -339,6 +254,8 @@ def keys_revoke(key_id: str, tenant: str) -> None:
 
 def _with_database(run: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
     """Run against the configured database, or the embedded one of the data folder."""
+    import asyncio
+
     settings = _settings()
 
     async def connected(dsn: str) -> None:

@@ -1,0 +1,105 @@
+// The public API, as far as these pages use it. There is no other way in.
+
+export interface Failure { code: string; title?: string; detail: string; advice: string; retryable: boolean }
+export interface Estimate { p50_seconds: number | null; p90_seconds: number | null; basis: string }
+export interface Preview { dominant_color?: string; inline?: { data: string; type?: string } }
+export interface Variant {
+  name: string; content_type: string; bytes: number; width: number | null; height: number | null;
+  duration_seconds: number | null; seconds: number | null; url: string;
+}
+export interface MediaItem {
+  id: string; state: string; kind: string | null; filename: string | null; content_type: string; size: number;
+  width: number | null; height: number | null; duration_seconds: number | null; recipe: string;
+  recipe_version: number; preview: Preview | null;
+  error: Failure | null; created_at: string;
+}
+export interface Media extends MediaItem {
+  stage: string | null; progress: number | null; variants: Variant[];
+  job: { id: string; state: string; position: number | null; estimate: Estimate | null } | null;
+}
+export interface Attempt {
+  attempt: number; worker: string | null; started_at: string | null; finished_at: string | null;
+  outcome: string | null; error: Failure | null; log_tail?: string | null;
+  commands?: { label: string; command: string[]; exit?: number | null; wall_seconds: number }[] | null;
+}
+export interface Job {
+  id: string; state: string; kind: string; queue: string; stage: string | null; progress: number | null;
+  position: number | null; estimate: Estimate | null; attempt: number; max_attempts: number; dead_letter: boolean;
+  media_id: string | null; recipe: string | null; error: Failure | null; attempts: Attempt[]; created_at: string;
+  finished_at: string | null; result: unknown; payload: unknown;
+}
+export interface Segment { name: string; seconds: number; attempt: number | null; worker: string | null }
+export interface Timeline { total_seconds: number; sentence: string; segments: Segment[] }
+export interface Queue {
+  queue: string; queued: number; processing: number; oldest_seconds: number; slots: number; paused: boolean;
+  draining: boolean; concurrency: number | null;
+}
+export interface Worker {
+  id: string; host: string; version: string; slots: Record<string, number>; sandbox: string | null;
+  started_at: string; seen_at: string; draining: boolean;
+}
+export interface Recipe { name: string; version: number; kinds: string[] }
+export interface Page<T> { data: T[]; next_cursor?: string | null }
+
+const KEY = "mediamill-key";
+
+export const key = () => sessionStorage.getItem(KEY);
+export const signOut = () => sessionStorage.removeItem(KEY);
+export const keep = (value: string) => sessionStorage.setItem(KEY, value);
+
+export class Problem extends Error {
+  constructor(readonly status: number, readonly code: string, detail: string, readonly advice: string) {
+    super(detail);
+  }
+}
+
+export async function ask<T>(path: string, method = "GET", body?: unknown): Promise<T> {
+  const headers: Record<string, string> = { Authorization: `Bearer ${key()}` };
+  if (body !== undefined) headers["Content-Type"] = "application/json";
+  const answer = await fetch(path, { method, headers, body: body === undefined ? undefined : JSON.stringify(body) });
+  if (!answer.ok) {
+    const said = await answer.json().catch(() => ({}));
+    if (answer.status === 401) dispatchEvent(new Event("signed-out"));
+    throw new Problem(answer.status, said.code ?? String(answer.status), said.detail ?? answer.statusText, said.advice ?? "");
+  }
+  return answer.status === 204 ? (undefined as T) : answer.json();
+}
+
+// A key that this machine gives to its own browser, where an operator allows that.
+export async function signIn(): Promise<boolean> {
+  if (key()) return true;
+  const answer = await fetch("/ui/session", { method: "POST" });
+  if (!answer.ok) return false;
+  keep((await answer.json()).api_key);
+  return true;
+}
+
+// Calls back after every change, at most twice a second, over cuts; returns what ends it.
+export function follow(what: { media_id?: string; job_id?: string }, changed: (data: unknown) => void): () => void {
+  let source: EventSource | undefined, over = false, timer = 0;
+  const heard = (event: MessageEvent) => {
+    const data = event.type === "job.progress" ? JSON.parse(event.data).data : undefined;
+    if (data) return changed(data);
+    clearTimeout(timer);
+    timer = setTimeout(() => changed(undefined), 500);
+  };
+  const open = async () => {
+    if (over) return;
+    try {
+      const { url } = await ask<{ url: string }>("/v1/stream-urls", "POST", what);
+      if (over) return;
+      const address = new URL(url);
+      source = new EventSource(address.pathname + address.search);
+      for (const type of TYPES) source.addEventListener(type, heard);
+      source.onerror = () => { source?.close(); timer = setTimeout(open, 3000); };
+    } catch { timer = setTimeout(open, 5000); }
+  };
+  open();
+  return () => { over = true; clearTimeout(timer); source?.close(); };
+}
+
+const TYPES = [
+  "snapshot", "reset", "job.progress", "variant.ready",
+  ...["uploaded", "queued", "processing", "preview", "ready", "failed", "expired", "deleted"].map((s) => `media.${s}`),
+  ...["queued", "processing", "completed", "failed", "canceled", "dead_lettered"].map((s) => `job.${s}`),
+];

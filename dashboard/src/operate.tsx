@@ -1,0 +1,153 @@
+import { useState } from "preact/hooks";
+import { ask, Problem, type Job, type Page, type Queue, type Worker } from "./api";
+import { JobTable } from "./jobs";
+import { ago, Fault, Link, time, useLive } from "./parts";
+
+const OLD_SECONDS = 300;
+
+// What a key may not see is left out of the picture, and not an error.
+const allowed = <T,>(asked: Promise<Page<T>>) => asked.catch((e: unknown) => {
+  if (e instanceof Problem && e.status === 403) return undefined;
+  throw e;
+});
+
+export function Overview() {
+  const { value, error } = useLive(async () => {
+    const [queues, workers, dead, failed] = await Promise.all([
+      allowed(ask<Page<Queue>>("/v1/queues")),
+      allowed(ask<Page<Worker>>("/v1/workers")),
+      allowed(ask<Page<Job>>("/v1/dead-letters?limit=200")),
+      ask<Page<Job>>("/v1/jobs?state=failed&limit=200"),
+    ]);
+    return { queues: queues?.data, workers: workers?.data, dead: dead?.data, failed: failed.data };
+  }, [], {}, 5);
+  if (!value) return <main><h1>Overview</h1><Fault error={error} /></main>;
+  const { queues, workers, dead, failed } = value;
+  const sum = (f: (q: Queue) => number) => queues?.reduce((n, q) => n + f(q), 0);
+  const recent = failed.filter((j) => Date.now() - Date.parse(j.finished_at ?? j.created_at) < 86400e3);
+  const oldest = queues && Math.max(0, ...queues.map((q) => q.oldest_seconds));
+  const needs = attention(queues ?? [], workers, dead ?? []);
+  return (
+    <main>
+      <h1>Overview</h1>
+      <p role="status" class={needs.length ? "health bad" : "health"}>
+        {needs.length ? `Degraded: ${needs[0].text}.` : "Healthy: all queues move and nothing waits for you."}
+      </p>
+      <Fault error={error} />
+      <dl class="numbers">
+        <div><dt>Queued</dt><dd>{sum((q) => q.queued) ?? "–"}</dd></div>
+        <div><dt>Oldest waits</dt><dd>{oldest === undefined ? "–" : time(oldest)}</dd></div>
+        <div><dt>Running of slots</dt><dd>{queues ? `${sum((q) => q.processing)} / ${sum((q) => q.slots)}` : "–"}</dd></div>
+        <div><dt>Failed in 24 h</dt><dd>{recent.length}{failed.length === 200 && "+"}</dd></div>
+      </dl>
+      <h2>Needs attention</h2>
+      {needs.length ? <ul>{needs.map((n) => <li><Link to={n.to}>{n.text}</Link></li>)}</ul> : <p>Nothing.</p>}
+      {!queues && <p>This key may not see queues and workers: it lacks the scope <code>operate</code>.</p>}
+    </main>
+  );
+}
+
+function attention(queues: Queue[], workers: Worker[] | undefined, dead: Job[]) {
+  const found: { text: string; to: string }[] = [];
+  if (workers && !workers.some((w) => !w.draining)) found.push({ text: "no worker takes jobs", to: "/ui/workers" });
+  for (const q of queues) {
+    if (q.paused) found.push({ text: `the queue ${q.queue} is paused`, to: "/ui/queues" });
+    else if (q.oldest_seconds > OLD_SECONDS) found.push({ text: `a job of ${q.queue} has waited for ${time(q.oldest_seconds)}`, to: `/ui/jobs?state=queued&queue=${q.queue}` });
+  }
+  for (const [code, jobs] of byCode(dead)) found.push({ text: `${jobs.length} dead letter${jobs.length > 1 ? "s" : ""}: ${code}`, to: "/ui/dead-letters" });
+  return found;
+}
+
+const byCode = (jobs: Job[]) => {
+  const groups = new Map<string, Job[]>();
+  for (const job of jobs) { const code = job.error?.code ?? "unknown"; groups.set(code, [...(groups.get(code) ?? []), job]); }
+  return [...groups].sort((a, b) => b[1].length - a[1].length);
+};
+
+export function DeadLetters() {
+  const { value, error, again } = useLive(() => ask<Page<Job>>("/v1/dead-letters?limit=200"), [], {});
+  const [fault, setFault] = useState<Error>();
+  const [said, setSaid] = useState("");
+  const one = (job: Job) => ask(`/v1/jobs/${job.id}/replay`, "POST").then(() => { setSaid("1 is queued again."); again(); }, setFault);
+  const all = (code: string, count: number) => confirm(`Replay all dead letters of ${code} (${count} or more)?`)
+    && ask<{ replayed: number }>("/v1/dead-letters/replay", "POST", { filter: { code } })
+      .then((done) => { setSaid(`${done.replayed} are queued again.`); again(); }, setFault);
+  return (
+    <main>
+      <h1>Dead letters</h1>
+      <p role="status">{said}</p>
+      <Fault error={fault ?? error} />
+      {value && !value.data.length && <p>There are none.</p>}
+      {byCode(value?.data ?? []).map(([code, jobs]) => (
+        <section>
+          <h2>{code} <small>{jobs.length}{value?.next_cursor ? "+" : ""}, last {ago(jobs[0].finished_at ?? jobs[0].created_at)}</small></h2>
+          <p>{jobs[0].error?.detail} <i>{jobs[0].error?.advice}</i></p>
+          <p class="actions">
+            <button type="button" onClick={() => one(jobs[0])}>Replay one</button>
+            <button type="button" onClick={() => all(code, jobs.length)}>Replay all</button>
+          </p>
+          <JobTable rows={jobs.slice(0, 10)} />
+        </section>
+      ))}
+    </main>
+  );
+}
+
+export function Queues() {
+  const { value, error, again } = useLive(() => ask<Page<Queue>>("/v1/queues"), [], undefined, 2);
+  const [fault, setFault] = useState<Error>();
+  const turn = (q: Queue) => ask(`/v1/queues/${q.queue}/${q.paused ? "resume" : "pause"}`, "POST").then(again, setFault);
+  const cap = (q: Queue, text: string) => ask(`/v1/queues/${q.queue}/concurrency`, "PUT", { concurrency: text === "" ? null : Number(text) }).then(again, setFault);
+  return (
+    <main>
+      <h1>Queues</h1>
+      <Fault error={fault ?? error} />
+      <div class="wide" tabIndex={0} role="region" aria-label="Queues">
+        <table>
+          <thead><tr><th>Queue</th><th>Queued</th><th>Running</th><th>Slots</th><th>Oldest</th><th>At most</th><th>State</th><th>Change</th></tr></thead>
+          <tbody>
+            {value?.data.map((q) => (
+              <tr key={q.queue}>
+                <td><Link to={`/ui/jobs?queue=${q.queue}`}>{q.queue}</Link></td>
+                <td>{q.queued}</td><td>{q.processing}</td><td>{q.slots}</td><td>{time(q.oldest_seconds)}</td>
+                <td><input type="number" min={1} aria-label={`At most so many of ${q.queue} at once`} placeholder="–" value={q.concurrency ?? ""} onChange={(e) => cap(q, e.currentTarget.value)} /></td>
+                <td>{q.draining ? "draining" : q.paused ? "paused" : "open"}</td>
+                <td><button type="button" onClick={() => turn(q)}>{q.paused ? "Resume" : "Pause"} {q.queue}</button></td>
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
+    </main>
+  );
+}
+
+export function Workers() {
+  const { value, error, again } = useLive(() => ask<Page<Worker>>("/v1/workers"), [], undefined, 3);
+  const [fault, setFault] = useState<Error>();
+  const drain = (w: Worker) => confirm(`Let ${w.id} finish what it runs and leave?`)
+    && ask(`/v1/workers/${encodeURIComponent(w.id)}/drain`, "POST").then(again, setFault);
+  return (
+    <main>
+      <h1>Workers</h1>
+      <Fault error={fault ?? error} />
+      {value && !value.data.length && <p>No worker was seen lately: start one with <code>mediamill worker</code>.</p>}
+      <div class="wide" tabIndex={0} role="region" aria-label="Workers">
+        <table>
+          <thead><tr><th>Worker</th><th>Host</th><th>Version</th><th>Slots</th><th>Sandbox</th><th>Started</th><th>Seen</th><th>State</th><th>Change</th></tr></thead>
+          <tbody>
+            {value?.data.map((w) => (
+              <tr key={w.id}>
+                <td><code>{w.id}</code></td><td>{w.host}</td><td>{w.version}</td>
+                <td>{Object.entries(w.slots).map(([q, n]) => `${q} ${n}`).join(", ")}</td>
+                <td>{w.sandbox}</td><td>{ago(w.started_at)}</td><td>{ago(w.seen_at)}</td>
+                <td>{w.draining ? "draining" : "working"}</td>
+                <td>{!w.draining && <button type="button" onClick={() => drain(w)}>Drain</button>}</td>
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
+    </main>
+  );
+}

@@ -1,0 +1,181 @@
+"""The dashboard in a real browser against a real installation. Screenshots are kept with the test's
+folder, or where MEDIAMILL_TEST_SCREENSHOTS names."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+from tests.stories.clips import Clips
+from tests.stories.harness import Platform
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
+
+PAGES = {
+    "": "Overview",
+    "jobs": "Jobs",
+    "media": "Media",
+    "uploads": "Uploads",
+    "dead-letters": "Dead letters",
+    "queues": "Queues",
+    "workers": "Workers",
+}
+SLOW = 60_000  # milliseconds
+
+
+@contextmanager
+def browser() -> Iterator[Browser]:
+    """Chromium. What needs an event loop of its own comes before or after: this one holds one."""
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        pytest.skip("there is no Chromium on this machine")
+    with sync_playwright() as play:
+        started = play.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def installation(platform: Platform) -> Platform:
+    platform.start_api()
+    platform.start_worker("image=1,video=1")
+    return platform
+
+
+def _open(browser: Browser, faults: list[str], *, width: int = 1280, dark: bool = False) -> Page:
+    context = browser.new_context(
+        viewport={"width": width, "height": 800}, color_scheme="dark" if dark else "light"
+    )
+    page = context.new_page()
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.on("console", lambda said: faults.append(said.text) if said.type == "error" else None)
+    return page
+
+
+def _sign_in(page: Page, installation: Platform) -> str:
+    url = f"http://127.0.0.1:{installation.port}/ui/"
+    page.goto(url)
+    page.get_by_label("API key").fill("mpk_live_nonsense")
+    page.get_by_role("button", name="Sign in").click()
+    expect(page.get_by_role("alert")).to_be_visible()
+    page.get_by_label("API key").fill(installation.key)
+    page.get_by_role("button", name="Sign in").click()
+    expect(page.get_by_role("heading", name="Overview")).to_be_visible()
+    return url
+
+
+def _shot(page: Page, folder: Path, name: str) -> None:
+    target = Path(os.environ.get("MEDIAMILL_TEST_SCREENSHOTS", folder))
+    page.screenshot(path=target / f"{name}.png", full_page=True)
+
+
+def _until(page: Page, condition: str) -> None:
+    """Wait for something on the page; its policy lets no string be run as script by the page."""
+    for _ in range(SLOW // 100):
+        if page.evaluate(condition):
+            return
+        page.wait_for_timeout(100)
+    raise AssertionError(f"not within {SLOW} ms: {condition}")
+
+
+def test_files_are_dropped_watched_and_played(
+    installation: Platform, clips: Clips, tmp_path: Path
+) -> None:
+    faults: list[str] = []
+    with browser() as chromium:
+        page = _open(chromium, faults)
+        url = _sign_in(page, installation)
+        faults.clear()  # the refused key was told on the console too
+        photo, clip, junk = tmp_path / "photo.jpg", tmp_path / "clip.mp4", tmp_path / "junk.jpg"
+        photo.write_bytes(clips.photo)
+        clip.write_bytes(clips.clip)
+        junk.write_bytes(b"no picture")
+        page.keyboard.press("g")
+        page.keyboard.press("u")
+        page.set_input_files("input[type=file]", [photo, junk])
+        expect(page.get_by_role("link", name="See it")).to_have_count(2, timeout=SLOW)
+        page.get_by_label("Recipe").select_option("stream")
+        page.set_input_files("input[type=file]", clip)
+        expect(page.get_by_role("link", name="See it")).to_have_count(3, timeout=SLOW)
+        page.get_by_text("Its API calls").first.click()
+        expect(page.locator("pre").first).to_contain_text("POST /v1/uploads/ → 201")
+        _shot(page, tmp_path, "uploads")
+        page.get_by_role("link", name="See it").first.click()  # the newest stands first
+
+        # It becomes ready under our eyes, and plays.
+        expect(page.get_by_role("heading", name="clip.mp4")).to_be_visible()
+        expect(page.locator(".state").first).to_have_text("ready", timeout=3 * SLOW)
+        expect(page.locator("video")).to_be_visible()
+        _until(page, "document.querySelector('video').readyState >= 2")
+        page.evaluate("document.querySelector('video').play()")
+        _until(page, "document.querySelector('video').currentTime > 0.3")
+        assert page.evaluate("document.querySelector('video').src").startswith("blob:")  # by hls.js
+        expect(page.get_by_role("heading", name="Timeline")).to_be_visible()
+        _shot(page, tmp_path, "media-stream")
+
+        page.goto(f"{url}media")
+        expect(page.get_by_role("link", name="photo.jpg")).to_be_visible()
+        _shot(page, tmp_path, "media")
+        page.get_by_role("link", name="photo.jpg").click()
+        expect(page.locator(".state").first).to_have_text("ready", timeout=SLOW)
+        page.get_by_role("button", name="w320.webp").click()
+        _until(page, "document.querySelector('img.player').naturalWidth > 0")
+        _shot(page, tmp_path, "media-photo")
+
+        # The one that failed says why, and can be replayed.
+        page.goto(f"{url}jobs?state=failed")
+        page.locator("tbody a").first.click()
+        expect(page.locator(".why")).to_contain_text("unsupported_format")
+        page.get_by_role("button", name="Replay").click()
+        expect(page.locator("details summary").nth(1)).to_contain_text("failed", timeout=SLOW)
+        page.get_by_text("JSON", exact=True).click()
+        expect(page.locator("pre").last).to_contain_text('"kind": "image"')
+        _shot(page, tmp_path, "job")
+        assert faults == []
+
+
+@pytest.mark.parametrize("width", [1280, 360])
+@pytest.mark.parametrize("dark", [False, True])
+def test_every_page_is_accessible_wide_and_narrow_light_and_dark(
+    installation: Platform, clips: Clips, tmp_path: Path, width: int, dark: bool
+) -> None:
+    installation.wait_for_state(installation.upload(clips.photo, "photo.jpg"), "ready")
+    faults: list[str] = []
+    with browser() as chromium:
+        page = _open(chromium, faults, width=width, dark=dark)
+        url = _sign_in(page, installation)
+        faults.clear()
+        for path, name in PAGES.items():
+            page.goto(f"{url}{path}")
+            expect(page.get_by_role("heading", name=name, level=1)).to_be_visible()
+            page.wait_for_load_state("load")
+            found = Axe().run(page).response["violations"]
+            serious = [f for f in found if f["impact"] in ("serious", "critical")]
+            assert serious == [], (path, serious)
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, path
+            _shot(page, tmp_path, f"{path or 'overview'}-{width}-{'dark' if dark else 'light'}")
+        assert faults == []
+
+
+def test_an_operator_pauses_a_queue_and_the_overview_says_so(installation: Platform) -> None:
+    faults: list[str] = []
+    with browser() as chromium:
+        page = _open(chromium, faults)
+        url = _sign_in(page, installation)
+        expect(page.locator(".health")).to_contain_text("Healthy")
+        page.goto(f"{url}queues")
+        page.get_by_role("button", name="Pause video").click()
+        expect(page.get_by_role("button", name="Resume video")).to_be_visible()
+        page.goto(url)
+        expect(page.locator(".health")).to_contain_text("Degraded: the queue video is paused")
+        page.goto(f"{url}queues")
+        page.get_by_role("button", name="Resume video").click()
+        expect(page.get_by_role("button", name="Pause video")).to_be_visible()
+        page.get_by_role("button", name="Sign out").click()
+        expect(page.get_by_label("API key")).to_be_visible()

@@ -1,0 +1,309 @@
+"""The command line: what goes to stdout, what to stderr, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from standardwebhooks.webhooks import Webhook
+from tests import make_media
+from tests.api.conftest import Served, serving
+from tests.sink import LOCAL, answering, listening
+
+from mediamill import db, ids, jobs, listen
+from mediamill.cli import main
+from mediamill.cli.remote import Exit
+from mediamill.failures import Code, Problem
+
+pytestmark = pytest.mark.anyio
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture
+async def served(database: str, tmp_path: Path) -> AsyncIterator[Served]:
+    more = {"egress_allow_networks": LOCAL}
+    async with serving(database, tmp_path / "server", own_address=True, **more) as made:
+        yield made
+
+
+@pytest.fixture
+def cli(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run a command against the server, as somebody with its key and a home of their own."""
+    monkeypatch.setenv("MEDIAMILL_URL", served.url)
+    monkeypatch.setenv("MEDIAMILL_API_KEY", served.api.token)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+    async def run(*args: str, exit_code: int = 0, input: bytes | None = None) -> Result:
+        result = await asyncio.to_thread(CliRunner().invoke, main, args, input=input)
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        assert result.exit_code == exit_code, result.output
+        return result
+
+    return run
+
+
+async def dead_letter(served: Served) -> str:
+    """The job of a media that used all its attempts up."""
+    body = await served.api.queued()
+    held = await served.api.claimed(body)
+    async with db.transaction(served.api.pool) as connection:
+        await jobs.fail(
+            connection,
+            held,
+            Problem(Code.WORKER_CRASHED),
+            dead_letter=True,
+            retention_seconds=60,
+            record=jobs.Record("last words", []),
+        )
+    return str(body["job"]["id"])
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom mediamill.cli import main\n"
+        "try: main(['--help'])\nexcept SystemExit: pass\n"
+        "heavy = {'asyncio', 'pydantic', 'rich', 'httpx2', 'asyncpg', 'fastapi'}\n"
+        "heavy.add('mediamill.config')\n"
+        "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == "[]\n"
+    for name in ("submit", "jobs", "media", "dlq", "queues", "workers", "recipes", "webhooks"):
+        assert f"\n  {name} " in done.stdout
+
+
+def test_every_command_has_help_that_fits_a_screen() -> None:
+    def check(command: Any, path: list[str]) -> int:
+        shown = CliRunner().invoke(main, [*path, "--help"], terminal_width=100)
+        assert shown.exit_code == 0
+        assert len(shown.output.splitlines()) <= 40, path
+        assert command.help, path
+        inner = getattr(command, "commands", {})
+        return 1 + sum(check(inner[name], [*path, name]) for name in inner)
+
+    assert check(main, []) > 50
+
+
+def test_every_exit_code_is_explained_in_the_documentation() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "commands.md").read_text("utf-8")
+    for code in Exit:
+        assert f"| {code.value} | {code.meaning} |" in text
+
+
+async def test_files_are_submitted_and_shown_in_every_form(
+    served: Served, cli: Run, tmp_path: Path
+) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.jpg").write_bytes(b"\xff\xd8\xff\xe0 a")
+    (folder / "b.jpg").write_bytes(b"\xff\xd8\xff\xe0 b")
+    result = await cli("submit", str(folder), "--metadata", "album=x", "-o", "ids")
+    made = result.stdout.split()
+    assert len(made) == 2
+    assert all(ids.decode(ids.MEDIA, m) for m in made)
+    assert result.stderr == ""
+    sent = await cli("submit", "-", "-o", "jsonl", input=b"\xff\xd8\xff\xe0 c")
+    third = json.loads(sent.stdout)["id"]
+    listed = json.loads((await cli("media", "list", "-o", "json")).stdout)
+    assert [m["id"] for m in listed] == [third, *made[::-1]]
+    table = (await cli("media", "list", "--limit", "2")).stdout.splitlines()
+    assert table[0].split() == ["ID", "STATE", "FILE", "RECIPE", "ERROR", "AGE"]
+    assert len(table) == 3
+    body = json.loads((await cli("media", "get", made[0], "-o", "json")).stdout)
+    assert body == await served.api.read(made[0])
+    assert body["metadata"] == {"album": "x"}
+    assert "queued" in (await cli("media", "timeline", made[0])).stdout
+    await cli("submit", str(tmp_path / "none.jpg"), exit_code=Exit.USAGE)
+
+
+async def test_the_exit_code_says_what_helps(
+    served: Served, cli: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = await served.api.queued()
+    result = await cli("media", "wait", body["id"], "--timeout", "0.2", exit_code=Exit.TIMEOUT)
+    assert result.stdout == ""
+    assert "still queued" in result.stderr
+    nobody = ids.encode(ids.MEDIA, ids.new())
+    await cli("media", "get", nobody, exit_code=Exit.NOT_FOUND)
+    job = body["job"]["id"]
+    await cli("jobs", "replay", job, exit_code=Exit.CONFLICT)
+    await cli("jobs", "cancel", job)
+    result = await cli("media", "wait", body["id"], exit_code=Exit.FAILED)
+    assert "canceled" in result.stderr
+    await cli("jobs", "wait", job, exit_code=Exit.FAILED)
+    result = await cli("media", "list", "--state", "redy", exit_code=Exit.USAGE)
+    assert "state: 'redy' is not one of them" in result.stderr
+    await cli("queues", "list", exit_code=Exit.NOT_ALLOWED)
+    monkeypatch.setenv("MEDIAMILL_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr("mediamill.client.steps.pause", lambda *_: 0.0)
+    result = await cli("jobs", "list", exit_code=Exit.TEMPORARY)
+    assert result.stdout == ""
+
+
+async def test_results_are_watched_and_downloaded(served: Served, cli: Run, tmp_path: Path) -> None:
+    ready = await served.api.ready({"w8.webp": b"0123456789"})
+    result = await cli("media", "download", ready["id"], "--into", str(tmp_path / "out"))
+    assert result.stdout.strip() == str(tmp_path / "out" / "w8.webp")
+    assert (tmp_path / "out" / "w8.webp").read_bytes() == b"0123456789"
+    await cli("media", "wait", ready["id"])
+    await cli("media", "delete", ready["id"], "--yes")
+    await cli("media", "get", ready["id"], exit_code=Exit.NOT_FOUND)
+
+
+async def test_an_operator_sees_and_steers_queues(
+    served: Served, cli: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = await served.api.new_key(served.api.tenant, "admin", "operate")
+    monkeypatch.setenv("MEDIAMILL_API_KEY", key)
+    await cli("queues", "cap", "video", "2")
+    await cli("queues", "pause", "video")
+    rows = json.loads((await cli("queues", "list", "-o", "json")).stdout)
+    video = next(row for row in rows if row["queue"] == "video")
+    assert (video["paused"], video["concurrency"]) == (True, 2)
+    await cli("queues", "resume", "video")
+    await cli("queues", "cap", "video", "none")
+    await cli("queues", "cap", "video", "some", exit_code=Exit.USAGE)
+    await cli("queues", "pause", "videos", exit_code=Exit.NOT_FOUND)
+    assert (await cli("queues", "list", "-o", "ids")).stdout.split()[0]
+    assert "QUEUE" in (await cli("top", "--once")).stdout
+    await cli("workers", "list")
+    await cli("workers", "drain", "nobody", exit_code=Exit.NOT_FOUND)
+
+
+async def test_dead_letters_are_shown_replayed_and_discarded(served: Served, cli: Run) -> None:
+    dead = [await dead_letter(served) for _ in range(4)]
+    listed = (await cli("dlq", "list", "--code", "worker_crashed", "-o", "ids")).stdout.split()
+    assert listed == dead[::-1]
+    assert (await cli("dlq", "list", "--code", "internal", "-o", "ids")).stdout == ""
+    shown = json.loads((await cli("dlq", "show", dead[0], "-o", "json")).stdout)
+    assert shown["attempts"][0]["log_tail"] == "last words"
+    await cli("dlq", "replay", exit_code=Exit.USAGE)
+    await cli("dlq", "replay", dead[0], "--all", exit_code=Exit.USAGE)
+    await cli("dlq", "replay", dead[0])
+    await cli("dlq", "discard", dead[1])
+    # The first canary fails again: the rest is left alone.
+    canary = asyncio.create_task(cli("dlq", "replay", "--canary", exit_code=Exit.FAILED))
+    async with served.client() as http:
+        for _ in range(200):
+            if (await http.get(f"/v1/jobs/{dead[3]}")).json()["state"] == "queued":
+                break
+            await asyncio.sleep(0.05)
+        await http.post(f"/v1/jobs/{dead[3]}/cancel")
+    await canary
+    assert (await cli("dlq", "list", "-o", "ids")).stdout.split() == [dead[2]]
+    result = await cli("dlq", "replay", "--all")
+    assert result.stderr.startswith("1 are queued again")
+
+
+async def test_recipes_are_listed_shown_compared_and_checked(cli: Run, tmp_path: Path) -> None:
+    assert "web" in (await cli("recipes", "list", "-o", "ids")).stdout.split()
+    shown = json.loads((await cli("recipes", "show", "web")).stdout)
+    assert shown["name"] == "web"
+    assert (await cli("recipes", "diff", "web", "1", "1")).stdout == ""
+    file = tmp_path / "r.json"
+    file.write_text(json.dumps(shown | {"name": "own", "version": 1}))
+    assert (await cli("recipes", "validate", str(file))).stderr == "valid\n"
+    file.write_text('{"name": "own", "images": {}}')
+    result = await cli("recipes", "validate", str(file), exit_code=Exit.USAGE)
+    assert "/images" in result.stderr
+    file.write_text("[]")
+    await cli("recipes", "validate", str(file), exit_code=Exit.USAGE)
+
+
+async def test_endpoints_and_deliveries(cli: Run) -> None:
+    made = json.loads(
+        (
+            await cli(
+                "webhooks", "add", "http://127.0.0.1:9/in", "--types", "media.*", "-o", "json"
+            )
+        ).stdout
+    )
+    assert made["secret"].startswith("whsec_")
+    assert (await cli("webhooks", "list", "-o", "ids")).stdout.split() == [made["id"]]
+    delivery = (await cli("webhooks", "test", made["id"], "-o", "ids")).stdout.strip()
+    listed = (await cli("webhooks", "deliveries", made["id"], "-o", "ids")).stdout.split()
+    assert listed == [delivery]
+    await cli("webhooks", "resend", delivery)
+    assert "webhook.test" in (await cli("webhooks", "delivery", delivery)).stdout
+    await cli("webhooks", "disable", made["id"])
+    await cli("webhooks", "test", made["id"], exit_code=Exit.CONFLICT)
+    await cli("webhooks", "enable", made["id"])
+    rotated = json.loads((await cli("webhooks", "rotate", made["id"], "-o", "json")).stdout)
+    assert rotated["secret"] != made["secret"]
+    await cli("webhooks", "recover", made["id"], "--since", "2026-01-01")
+    await cli("webhooks", "delete", made["id"])
+    assert (await cli("webhooks", "list", "-o", "ids")).stdout == ""
+
+
+async def test_an_event_of_your_choice_is_signed_and_sent(cli: Run) -> None:
+    secret = listen.fresh_secret()
+    async with listening(answering(200, 500)) as sink:
+        flags = ["--forward-to", sink.url, "--secret", secret]
+        await cli("trigger", "media.failed", *flags, "--code", "resource_limit")
+        headers, body = sink.parsed()
+        told = Webhook(secret).verify(body, headers)
+        assert told["data"]["error"]["code"] == "resource_limit"
+        await cli("trigger", "media.ready", *flags, exit_code=Exit.UNEXPECTED)
+        await cli("trigger", "media.redy", *flags, exit_code=Exit.USAGE)
+        await cli("trigger", "media.ready", *flags, "--code", "internal", exit_code=Exit.USAGE)
+
+
+def test_settings_are_shown_with_their_origin_and_without_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "mill.toml"
+    file.write_text("max_attempts = 3\n")
+    monkeypatch.setenv("MEDIAMILL_CONFIG", str(file))
+    monkeypatch.setenv("MEDIAMILL_DATABASE_URL", "postgresql://me:hidden@db/x")
+    monkeypatch.setenv("MEDIAMILL_DATA_DIR", str(tmp_path))
+    result = CliRunner().invoke(main, ["config", "show", "--origin"])
+    rows = {line.split()[0]: line.split()[1:] for line in result.stdout.splitlines()}
+    assert rows["max_attempts"] == ["3", str(file)]
+    assert rows["database_url"] == ["postgresql://me:***@db/x", "MEDIAMILL_DATABASE_URL"]
+    assert rows["lease_seconds"] == ["7.0", "default"]
+    assert "hidden" not in result.stdout
+
+
+@pytest.mark.timeout(120)
+def test_a_file_is_processed_without_any_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEDIAMILL_DATA_DIR", str(tmp_path / "none"))
+    wrong_name = tmp_path / "photo.mp4"  # what it is decides, not what it is called
+    wrong_name.write_bytes(make_media.save(make_media.texture((64, 48)), "JPEG"))
+    flags = ["--into", str(tmp_path / "out")]
+    result = CliRunner().invoke(main, ["run", str(wrong_name), *flags])
+    assert result.exit_code == 0, result.output
+    made = json.loads(result.stdout)
+    assert (made["media"]["width"], made["media"]["height"]) == (64, 48)
+    assert made["media"]["preview"]["blurhash"]
+    assert "photo.mp4: encode" in result.stderr
+    for variant in made["variants"]:
+        data = Path(variant["path"]).read_bytes()
+        assert hashlib.sha256(data).hexdigest() == variant["sha256"]
+    assert made["variants"]
+    assert not (tmp_path / "none").exists()
+    junk = tmp_path / "junk.jpg"
+    junk.write_bytes(b"no picture")
+    result = CliRunner().invoke(main, ["run", str(junk), "--into", str(tmp_path / "no")])
+    assert result.exit_code == Exit.FAILED
+    assert "unsupported_format" in result.stderr
+    assert not (tmp_path / "no").exists()
+    result = CliRunner().invoke(main, ["run", str(junk), "--recipe", "nowhere"])
+    assert result.exit_code == Exit.USAGE
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completions_are_for_the_shell(shell: str) -> None:
+    result = CliRunner().invoke(main, ["completions", shell])
+    assert "_MEDIAMILL_COMPLETE" in result.stdout
