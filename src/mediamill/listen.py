@@ -125,9 +125,8 @@ def sample(type_: str, code: str | None = None) -> bytes:
 
 _SAMPLE: Final = {
     "kind": "image",
-    "recipe": "web",
-    "recipe_version": 1,
-    "generation": 1,
+    "set_recipe": "web",
+    "set_recipe_version": 1,
     "metadata": {},
     "size": 120_000,
     "width": 1200,
