@@ -296,6 +296,27 @@ def chosen(request: Request, name: str, known: type[StrEnum]) -> list[str] | Non
     return values
 
 
+def worded(request: Request, name: str) -> str | None:
+    """A filter that takes one word. Raises Refused for what no row could hold."""
+    text = request.query_params.get(name)
+    if text is not None and (not 0 < len(text) <= 128 or "\0" in text):
+        raise _bad_parameter(name, "must be a word of at most 128 characters")
+    return text
+
+
+def moment(request: Request, name: str) -> datetime | None:
+    """A filter that takes a time, RFC 3339; without an offset it is UTC. Raises Refused."""
+    text = request.query_params.get(name)
+    if text is None:
+        return None
+    try:
+        # A plus sign that was not escaped arrives as a space.
+        found = datetime.fromisoformat(text.strip().replace(" ", "+"))
+    except ValueError:
+        raise _bad_parameter(name, "must be a time such as 2026-01-31T12:00:00Z") from None
+    return found if found.tzinfo else found.replace(tzinfo=UTC)
+
+
 @dataclass(frozen=True, slots=True)
 class Page:
     """A page of a list, newest first: ids sort by time, so a cursor is where a page ended.
