@@ -172,18 +172,20 @@ async def wait_for(
     here.waiters += 1
     clock = asyncio.get_running_loop().time
     deadline = clock() + seconds
-    subscription = await here.follower.subscribe(topic)
     try:
-        while not here.shutting_down.is_set() and not await done():
-            left = deadline - clock()
-            if left <= 0:
-                break
-            with suppress(TimeoutError):
-                async with asyncio.timeout(min(left, _LOOK_SECONDS)):
-                    await subscription.wake.wait()
-            subscription.take()
+        subscription = await here.follower.subscribe(topic)
+        try:
+            while not here.shutting_down.is_set() and not await done():
+                left = deadline - clock()
+                if left <= 0:
+                    break
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(min(left, _LOOK_SECONDS)):
+                        await subscription.wake.wait()
+                subscription.take()
+        finally:
+            here.follower.leave(subscription)
     finally:
-        here.follower.leave(subscription)
         here.waiters -= 1
     return seconds
 
