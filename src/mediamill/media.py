@@ -300,11 +300,27 @@ async def list_newest(
     tenant_id: str,
     *,
     before: UUID | None,
-    states: Sequence[str] | None,
     limit: int,
+    states: Sequence[str] | None = None,
+    kind: str | None = None,
+    recipe: str | None = None,
+    error_code: str | None = None,
+    created_after: datetime | None = None,
+    created_before: datetime | None = None,
 ) -> list[db.Row]:
-    """Newest first, below the cursor `before`."""
-    return await connection.fetch(_SQL.list, tenant_id, before, states, limit)
+    """Newest first, below the cursor `before`; a filter that is None does not restrict."""
+    return await connection.fetch(
+        _SQL.list,
+        tenant_id,
+        before,
+        states,
+        kind,
+        recipe,
+        error_code,
+        created_after,
+        created_before,
+        limit,
+    )
 
 
 async def delete(connection: db.Connection, tenant_id: str, media_id: UUID, *, reason: str) -> bool:

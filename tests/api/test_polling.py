@@ -192,3 +192,60 @@ async def test_a_parent_changes_with_its_children(api: Api, client: httpx.AsyncC
         await connection.execute("UPDATE jobs SET version = version + 1 WHERE id = $1", child.id)
     assert (await client.get(path, headers=tag)).status_code == 200
     assert held
+
+
+async def test_lists_take_filters_that_are_held_to_what_they_can_mean(
+    api: Api, client: httpx.AsyncClient
+) -> None:
+    early = await api.queued()
+    late = await api.ready(content_type="image/jpeg")
+    async with db.acquire(api.pool) as connection:
+        await connection.execute(
+            "UPDATE media SET created_at = now() - interval '1 day',"
+            ' error = \'{"code": "corrupt_input"}\' WHERE id = $1',
+            ids.decode(ids.MEDIA, early["id"]),
+        )
+        await connection.execute(
+            'UPDATE jobs SET error = \'{"code": "corrupt_input"}\' WHERE media_id = $1',
+            ids.decode(ids.MEDIA, early["id"]),
+        )
+        middle = await connection.fetchval("SELECT (now() - interval '1 hour')")
+
+    async def found(path: str, **query: str) -> list[str]:
+        answer = await client.get(path, params=query)
+        assert answer.status_code == 200, answer.text
+        return [one["id"] for one in answer.json()["data"]]
+
+    both = [late["id"], early["id"]]
+    assert await found("/v1/media", kind="image", recipe="web") == both
+    assert await found("/v1/media", kind="video") == []
+    assert await found("/v1/media", created_after=middle.isoformat()) == [late["id"]]
+    assert await found("/v1/media", created_before=middle.isoformat()) == [early["id"]]
+    assert await found("/v1/media", error_code="corrupt_input") == [early["id"]]
+    assert await found("/v1/jobs", error_code="corrupt_input") == [early["job"]["id"]]
+    assert await found("/v1/jobs", queue="image", created_before="2020-01-01") == []
+    bad = {"created_after": "yesterday", "kind": "", "recipe": "x" * 129, "error_code": "\0"}
+    for name, value in bad.items():
+        answer = await client.get("/v1/media", params={name: value})
+        check_problem(answer, 400, "unknown_parameter")
+
+
+async def test_no_route_takes_a_parameter_that_it_does_not_know(
+    api: Api, client: httpx.AsyncClient
+) -> None:
+    body = await api.ready()
+    media_path, job_path = f"/v1/media/{body['id']}", body["links"]["job"]
+    for method, path in (
+        ("GET", f"{media_path}/timeline"),
+        ("GET", f"{media_path}/variants/w8.webp"),
+        ("POST", f"{media_path}/complete"),
+        ("POST", f"{media_path}/process"),
+        ("DELETE", media_path),
+        ("GET", f"{job_path}/timeline"),
+        ("POST", f"{job_path}/cancel"),
+        ("POST", f"{job_path}/replay"),
+        ("POST", "/v1/dead-letters/replay"),
+    ):
+        answer = await client.request(method, path, params={"dry_run": "true"}, json={})
+        check_problem(answer, 400, "unknown_parameter")
+    assert (await client.get(media_path)).json()["state"] == "ready"

@@ -36,6 +36,7 @@ from mediamill.api.services import (
     json_response,
     json_text,
     known_parameters,
+    moment,
     parse_body,
     path_id,
     services,
@@ -43,6 +44,7 @@ from mediamill.api.services import (
     shown_timeline,
     wait_for,
     wait_seconds,
+    worded,
 )
 from mediamill.estimates import Estimate
 from mediamill.events import Topic
@@ -51,6 +53,7 @@ from mediamill.idempotency import Answer
 from mediamill.states import JOB_TERMINAL, JobState
 
 SCHEMA_VERSION: Final = 1
+FILTERS: Final = ("state", "kind", "queue", "error_code", "created_after", "created_before")
 
 
 class NewJob(BaseModel):
@@ -197,9 +200,10 @@ async def _kind(connection: db.Connection, wanted: NewJob) -> controls.Kind:
 
 
 async def list_jobs(request: Request) -> Response:
-    """Newest first, by `state` (several with commas), `kind` and `queue`."""
+    """Newest first, by `state` (several with commas), `kind`, `queue`, `error_code`,
+    `created_after` and `created_before` (RFC 3339)."""
     sender = await caller(request, "jobs:read")
-    known_parameters(request, "limit", "cursor", "state", "kind", "queue")
+    known_parameters(request, "limit", "cursor", *FILTERS)
     here = services(request)
     page = Page.of(request, sender.tenant_id)
     async with db.acquire(here.pool) as connection:
@@ -207,10 +211,13 @@ async def list_jobs(request: Request) -> Response:
             connection,
             sender.tenant_id,
             before=page.before,
-            states=chosen(request, "state", JobState),
-            kind=request.query_params.get("kind"),
-            queue_name=request.query_params.get("queue"),
             limit=page.limit + 1,
+            states=chosen(request, "state", JobState),
+            kind=worded(request, "kind"),
+            queue_name=worded(request, "queue"),
+            error_code=worded(request, "error_code"),
+            created_after=moment(request, "created_after"),
+            created_before=moment(request, "created_before"),
         )
     return page.response(request, "/v1/jobs", rows, [shown_job(r, [], None) for r in rows])
 
@@ -218,6 +225,7 @@ async def list_jobs(request: Request) -> Response:
 async def read_job_timeline(request: Request) -> Response:
     """Every logged move and stage of a job."""
     sender = await caller(request, "jobs:read")
+    known_parameters(request)
     here = services(request)
     job_id = path_id(request, ids.JOB, "job_id")
     async with db.acquire(here.pool) as connection:
@@ -301,6 +309,7 @@ def _tag(row: db.Row) -> str:
 async def cancel_job(request: Request) -> Response:
     """Cancel a job. 202 while its worker is being told, 200 when it had ended already."""
     sender = await caller(request, "jobs:write")
+    known_parameters(request)
     here = services(request)
     job_id = path_id(request, ids.JOB, "job_id")
     async with db.transaction(here.pool) as connection:
@@ -321,6 +330,7 @@ async def cancel_job(request: Request) -> Response:
 async def replay_job(request: Request) -> Response:
     """Queue a failed job again, with its history kept. 409 when it is not failed."""
     sender = await caller(request, "jobs:write")
+    known_parameters(request)
     here = services(request)
     job_id = path_id(request, ids.JOB, "job_id")
     async with db.transaction(here.pool) as connection:

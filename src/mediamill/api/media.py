@@ -54,6 +54,7 @@ from mediamill.api.services import (
     json_response,
     json_text,
     known_parameters,
+    moment,
     parse_body,
     path_id,
     plain_text,
@@ -63,6 +64,7 @@ from mediamill.api.services import (
     shown_timeline,
     wait_for,
     wait_seconds,
+    worded,
 )
 from mediamill.estimates import Work
 from mediamill.events import Topic
@@ -73,6 +75,7 @@ from mediamill.sniff import sniff
 from mediamill.states import JobState, MediaState
 
 SCHEMA_VERSION: Final = 1
+FILTERS: Final = ("state", "kind", "recipe", "error_code", "created_after", "created_before")
 _LIVE: Final = frozenset({MediaState.UPLOADED, MediaState.QUEUED, MediaState.PROCESSING})
 _MOVING: Final = _LIVE | {MediaState.AWAITING_UPLOAD}
 _FORM_OVERHEAD: Final = 1 << 20
@@ -381,6 +384,7 @@ async def complete_media(request: Request) -> Response:
     was announced: the slot stays open.
     """
     sender = await caller(request, "uploads:write")
+    known_parameters(request)
     here = services(request)
     media_id = path_id(request, ids.MEDIA, "media_id")
     async with db.transaction(here.pool) as connection:
@@ -443,10 +447,10 @@ def _tag(here: Services, row: db.Row) -> str:
 
 
 async def list_media(request: Request) -> Response:
-    """Newest first. `state` takes several, separated by commas; `cursor` goes on where a page
-    ended."""
+    """Newest first, by `state` (several with commas), `kind`, `recipe`, `error_code`,
+    `created_after` and `created_before` (RFC 3339); `cursor` goes on where a page ended."""
     sender = await caller(request, "media:read")
-    known_parameters(request, "limit", "cursor", "state")
+    known_parameters(request, "limit", "cursor", *FILTERS)
     here = services(request)
     page = Page.of(request, sender.tenant_id)
     async with db.acquire(here.pool) as connection:
@@ -454,8 +458,13 @@ async def list_media(request: Request) -> Response:
             connection,
             sender.tenant_id,
             before=page.before,
-            states=chosen(request, "state", MediaState),
             limit=page.limit + 1,
+            states=chosen(request, "state", MediaState),
+            kind=worded(request, "kind"),
+            recipe=worded(request, "recipe"),
+            error_code=worded(request, "error_code"),
+            created_after=moment(request, "created_after"),
+            created_before=moment(request, "created_before"),
         )
     return page.response(request, "/v1/media", rows, [list_item(row) for row in rows])
 
@@ -463,6 +472,7 @@ async def list_media(request: Request) -> Response:
 async def read_timeline(request: Request) -> Response:
     """Where the time went: exclusive segments that sum to the total, and one plain sentence."""
     sender = await caller(request, "media:read")
+    known_parameters(request)
     here = services(request)
     media_id = path_id(request, ids.MEDIA, "media_id")
     async with db.acquire(here.pool) as connection:
@@ -485,6 +495,7 @@ async def read_timeline(request: Request) -> Response:
 async def process_media(request: Request) -> Response:
     """Process a media again under a new generation; what is published stays served meanwhile."""
     sender = await caller(request, "media:write")
+    known_parameters(request)
     here = services(request)
     media_id = path_id(request, ids.MEDIA, "media_id")
     raw = await json_body(request)
@@ -534,6 +545,7 @@ async def process_media(request: Request) -> Response:
 async def delete_media(request: Request) -> Response:
     """Delete a media: its address answers 410 at once, its bytes are gone within seconds."""
     sender = await caller(request, "media:delete")
+    known_parameters(request)
     here = services(request)
     media_id = path_id(request, ids.MEDIA, "media_id")
     async with db.transaction(here.pool) as connection:
@@ -556,6 +568,7 @@ async def delete_media(request: Request) -> Response:
 async def read_variant(request: Request) -> Response:
     """Redirect to the signed address of a variant in the set that is current now."""
     sender = await caller(request, "media:read")
+    known_parameters(request)
     here = services(request)
     media_id = path_id(request, ids.MEDIA, "media_id")
     name = request.path_params["name"]

@@ -185,18 +185,20 @@ async def wait_for(
     here.waiters += 1
     clock = asyncio.get_running_loop().time
     deadline = clock() + seconds
-    subscription = await here.follower.subscribe(topic)
     try:
-        while not here.shutting_down.is_set() and not await done():
-            left = deadline - clock()
-            if left <= 0:
-                break
-            with suppress(TimeoutError):
-                async with asyncio.timeout(min(left, _LOOK_SECONDS)):
-                    await subscription.wake.wait()
-            subscription.take()
+        subscription = await here.follower.subscribe(topic)
+        try:
+            while not here.shutting_down.is_set() and not await done():
+                left = deadline - clock()
+                if left <= 0:
+                    break
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(min(left, _LOOK_SECONDS)):
+                        await subscription.wake.wait()
+                subscription.take()
+        finally:
+            here.follower.leave(subscription)
     finally:
-        here.follower.leave(subscription)
         here.waiters -= 1
     return seconds
 
@@ -307,6 +309,27 @@ def chosen(request: Request, name: str, known: type[StrEnum]) -> list[str] | Non
             errors=[{"parameter": name, "detail": f"{v!r} is not one of them"} for v in unknown],
         )
     return values
+
+
+def worded(request: Request, name: str) -> str | None:
+    """A filter that takes one word. Raises Refused for what no row could hold."""
+    text = request.query_params.get(name)
+    if text is not None and (not 0 < len(text) <= 128 or "\0" in text):
+        raise _bad_parameter(name, "must be a word of at most 128 characters")
+    return text
+
+
+def moment(request: Request, name: str) -> datetime | None:
+    """A filter that takes a time, RFC 3339; without an offset it is UTC. Raises Refused."""
+    text = request.query_params.get(name)
+    if text is None:
+        return None
+    try:
+        # A plus sign that was not escaped arrives as a space.
+        found = datetime.fromisoformat(text.strip().replace(" ", "+"))
+    except ValueError:
+        raise _bad_parameter(name, "must be a time such as 2026-01-31T12:00:00Z") from None
+    return found if found.tzinfo else found.replace(tzinfo=UTC)
 
 
 @dataclass(frozen=True, slots=True)

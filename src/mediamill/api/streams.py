@@ -111,9 +111,7 @@ async def tenant_events(request: Request) -> Response:
     tenant_id = await _watcher(request, "media:read", "types")
 
     async def snapshot(connection: db.Connection) -> tuple[dict[str, Any], bool]:
-        rows = await media.list_newest(
-            connection, tenant_id, before=None, states=None, limit=_RECENT
-        )
+        rows = await media.list_newest(connection, tenant_id, before=None, limit=_RECENT)
         return {
             "schema_version": SCHEMA_VERSION,
             "media": [list_item(row) for row in rows],

@@ -263,7 +263,8 @@ SELECT id, kind, filename, content_type, size, sha256, upload_key, object_versio
 FROM media WHERE tenant_id = $1 AND id = $2
 
 -- name: list
--- Newest first (ids sort by time), below the cursor $2 when there is one; $3 states or NULL; $4 rows.
+-- Newest first (ids sort by time), below the cursor $2 when there is one; filters that are NULL do not
+-- count.
 SELECT id, state, kind, filename, content_type, size, detected_type, width, height,
        duration_seconds, recipe, recipe_version, generation, error, created_at, state_at, expires_at,
        preview, version
@@ -271,8 +272,13 @@ FROM media
 WHERE tenant_id = $1 AND deleted_at IS NULL
   AND ($2::uuid IS NULL OR id < $2)
   AND ($3::text[] IS NULL OR state = ANY($3))
+  AND ($4::text IS NULL OR kind = $4)
+  AND ($5::text IS NULL OR recipe = $5)
+  AND ($6::text IS NULL OR error ->> 'code' = $6)
+  AND ($7::timestamptz IS NULL OR created_at >= $7)
+  AND ($8::timestamptz IS NULL OR created_at < $8)
 ORDER BY id DESC
-LIMIT $4
+LIMIT $9
 
 -- name: delete
 -- A tombstone at once; the bytes go with the erasure. What could name a person is forgotten.
