@@ -169,6 +169,49 @@ async def test_a_job_is_waited_for_when_it_is_made(api: Api, client: httpx.Async
     assert answer.headers["location"] == f"/v1/jobs/{ids.encode(ids.JOB, row['id'])}"
 
 
+async def test_an_upload_is_completed_and_waited_for(api: Api, client: httpx.AsyncClient) -> None:
+    slot = await api.upload()
+    path = f"/v1/media/{slot['id']}/complete"
+    waiting = asyncio.create_task(client.post(path, headers={"Prefer": "wait=20"}))
+    for _ in range(500):
+        if (body := await api.read(slot["id"]))["state"] == "queued" and api.services.waiters:
+            break
+        await asyncio.sleep(0.01)
+    async with db.acquire(api.pool) as connection:
+        open_ = await connection.fetchval(
+            "SELECT count(*) FROM pg_stat_activity"
+            " WHERE datname = current_database() AND state LIKE 'idle in transaction%'"
+        )
+    assert open_ == 0  # accepted for good before it waits
+    assert not waiting.done()
+    await publish(api, body)
+    async with asyncio.timeout(5):
+        answer = await waiting
+    assert answer.status_code == 200
+    assert (answer.json()["state"], len(answer.json()["variants"])) == ("ready", 1)
+    assert answer.headers["preference-applied"] == "wait=20"
+    assert answer.headers["location"] == f"/v1/media/{slot['id']}"
+    assert "retry-after" not in answer.headers
+    again = await client.post(path, params={"wait": "20"})  # nothing to wait for
+    assert (again.status_code, "preference-applied" in again.headers) == (200, False)
+    assert api.services.waiters == 0
+
+
+async def test_a_completed_upload_is_accepted_when_the_wait_is_over(
+    api: Api, client: httpx.AsyncClient
+) -> None:
+    slot = await api.upload()
+    answer = await client.post(f"/v1/media/{slot['id']}/complete?wait=1")
+    assert (answer.status_code, answer.json()["state"]) == (202, "queued")
+    assert answer.headers["preference-applied"] == "wait=1"
+    assert int(answer.headers["retry-after"]) >= 1
+    absent = await api.slot()
+    begun = time.monotonic()
+    answer = await client.post(f"/v1/media/{absent['id']}/complete?wait=20")
+    assert answer.status_code == 409
+    assert time.monotonic() - begun < 15
+
+
 async def test_a_parent_changes_with_its_children(api: Api, client: httpx.AsyncClient) -> None:
     parent = NewJob("test.parent", {}, "default")
     child = NewJob("test.child", {}, "default", child_key="a")

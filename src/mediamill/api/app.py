@@ -239,7 +239,7 @@ _ROUTES: Final[tuple[_Route, ...]] = (
         media.complete_media,
         202,
         media.MediaBody,
-        _also(200, "There is no work ahead of it any more."),
+        {**_WAIT_ONLY, **_also(200, "There is no work ahead of it any more.")},
     ),
     _Route("/v1/media/{media_id}/timeline", "GET", media.read_timeline),
     _Route(

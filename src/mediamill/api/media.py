@@ -381,20 +381,34 @@ async def complete_media(request: Request) -> Response:
     """Say that the upload is done: it is verified, accepted and queued. Safe to repeat.
 
     202 while there is work ahead, 200 after it. 409 when the object is absent or differs from what
-    was announced: the slot stays open.
+    was announced: the slot stays open. With `Prefer: wait=N` (at most 25 s) the answer comes when
+    the media is at its end.
     """
     sender = await caller(request, "uploads:write")
-    known_parameters(request)
+    known_parameters(request, "wait")
     here = services(request)
     media_id = path_id(request, ids.MEDIA, "media_id")
+    seconds = wait_seconds(request)
     async with db.transaction(here.pool) as connection:
         first = await uploads.complete(
             connection, here.storage, here.settings, sender.tenant_id, media_id
         )
         body = await shown_media(here, connection, sender.tenant_id, media_id, joining=first)
     failpoints.hit("api.accepted")
-    status = 202 if body["state"] in _LIVE else 200
-    return json_response(body, status, _headers(body) | {"Location": _path(media_id)})
+
+    async def done() -> bool:
+        async with db.acquire(here.pool) as connection:
+            row = await media.version(connection, sender.tenant_id, media_id)
+        return row is None or row["deleted_at"] is not None or row["state"] not in _LIVE
+
+    waited = await wait_for(here, Topic(sender.tenant_id, media_id), seconds, done)
+    if waited:
+        async with db.acquire(here.pool) as connection:
+            body = await shown_media(here, connection, sender.tenant_id, media_id)
+    headers = _headers(body) | {"Location": _path(media_id)}
+    if waited:
+        headers["Preference-Applied"] = f"wait={waited:g}"
+    return json_response(body, 202 if body["state"] in _LIVE else 200, headers)
 
 
 async def read_media(request: Request) -> Response:
