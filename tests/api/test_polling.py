@@ -11,7 +11,8 @@ import pytest
 from tests import rows
 from tests.api.conftest import Api, check_problem
 
-from mediamill import db, ids, jobs
+from mediamill import db, ids, installation, jobs
+from mediamill.estimates import Forecaster
 from mediamill.jobs import NewJob
 from mediamill.queue import Ticket
 
@@ -49,6 +50,37 @@ async def test_what_has_not_changed_costs_one_indexed_read(
                 assert answer.headers["etag"] == tag
                 assert ("retry-after" in answer.headers) == (body["state"] == "queued")
             assert [q.split("\n")[-1] for q in asked] == ["WHERE tenant_id = $1 AND id = $2"] * 3
+
+
+async def test_asking_again_is_told_from_the_queue_also_when_nothing_has_changed(
+    api: Api, client: httpx.AsyncClient
+) -> None:
+    async with db.acquire(api.pool) as connection:
+        await installation.register_worker(
+            connection, "w", version="1", slots={"image": 1}, sandbox="strong"
+        )
+        for _ in range(3):
+            body = await api.ready()
+        await connection.execute(
+            "UPDATE jobs SET finished_at = started_at + interval '8 seconds'"
+            " WHERE state = 'completed' AND queue = 'image'"
+        )
+    first, last = [await api.queued() for _ in range(6)][0::5]
+    api.services.forecaster = Forecaster()  # as after a restart
+    for body, least, most in ((first, 1, 60), (last, 30, 60)):
+        for path in (f"/v1/media/{body['id']}", body["links"]["job"]):
+            answer = await client.get(path)
+            after = answer.json()["poll_after_seconds"]
+            assert answer.headers["retry-after"] == str(round(after))
+            assert least <= after <= most
+            tag = {"If-None-Match": answer.headers["etag"]}
+            again = await client.get(path, headers=tag)
+            assert again.status_code == 304
+            assert after - 8 <= int(again.headers["retry-after"]) <= after
+            api.services.forecaster = Forecaster()  # another process: its figures are read first
+            again = await client.get(path, headers=tag)
+            assert again.status_code == 304
+            assert int(again.headers["retry-after"]) >= after - 8
 
 
 async def test_another_tag_gets_the_body(api: Api, client: httpx.AsyncClient) -> None:

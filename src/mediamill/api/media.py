@@ -59,6 +59,7 @@ from mediamill.api.services import (
     path_id,
     plain_text,
     pointers,
+    poll_after,
     services,
     shown_error,
     shown_timeline,
@@ -442,8 +443,15 @@ async def read_media(request: Request) -> Response:
     if seen and row is not None and row["deleted_at"] is None and (tag := _tag(here, row)) in seen:
         headers = {"ETag": f"W/{tag}", "Cache-Control": "private, no-cache", **applied}
         if row["state"] in _LIVE:
-            after = here.forecaster.poll_after(row["kind"] or "image", row["recipe"])
-            headers["Retry-After"] = str(round(after))
+            kind = row["kind"] or "image"
+            headers |= await poll_after(
+                here,
+                media_id,
+                kind=kind,
+                recipe=row["recipe"],
+                queue=uploads.births(kind)[0].queue,
+                waits=row["state"] != MediaState.PROCESSING,
+            )
         return Response(status_code=304, headers=headers)
     async with db.acquire(here.pool) as connection:
         body = await shown_media(here, connection, sender.tenant_id, media_id)
@@ -649,7 +657,7 @@ async def shown_media(
         "job": job,
         "variants": [_variant(here, v, expires_at) for v in row["variants"]],
         "error": shown_error(row["error"]),
-        "poll_after_seconds": _poll_after(job) if live else None,
+        "poll_after_seconds": _poll_after(here, row, job) if live else None,
         "created_at": iso_time(row["created_at"]),
         "updated_at": iso_time(row["state_at"]),
         "expires_at": iso_time(row["expires_at"]),
@@ -680,6 +688,9 @@ async def _job(
             )
         now = datetime.now(UTC)
         ahead = (position or 1) - 1
+        delay = max((row["run_at"] - now).total_seconds(), 0.0)
+        if state == JobState.QUEUED:
+            here.forecaster.note(row["id"], ahead=ahead, delay_seconds=delay)
         estimate = await here.forecaster.estimate(
             connection,
             kind=row["kind"] or "image",
@@ -687,7 +698,7 @@ async def _job(
             queue=row["queue"],
             ahead=ahead,
             work=Work.of(row),
-            delay_seconds=max((row["run_at"] - now).total_seconds(), 0.0),
+            delay_seconds=delay,
             started_at=row["started_at"] if state == JobState.PROCESSING else None,
             progress=row["progress"],
             now=now,
@@ -765,11 +776,18 @@ def _progress(row: db.Row) -> float | None:
     return None if row["progress"] is None else round(row["progress"], 1)
 
 
-def _poll_after(job: dict[str, Any] | None) -> float:
-    """When asking again is worth it: soon for what is short, at most half a minute."""
-    estimate = job and job["estimate"]
-    left = estimate["p50_seconds"] if estimate else None
-    return 1.0 if left is None else min(max(round(left / 4), 1.0), 30.0)
+def _poll_after(here: Services, row: db.Row, job: dict[str, Any] | None) -> float:
+    kind = row["kind"] or "image"
+    runs = job is not None and job["state"] == JobState.PROCESSING
+    estimate = job["estimate"] if job is not None and runs else None
+    return here.forecaster.poll_after(
+        row["id"],
+        kind=kind,
+        recipe=row["recipe"],
+        queue=row["queue"] or uploads.births(kind)[0].queue,
+        waits=not runs,
+        left_seconds=estimate["p50_seconds"] if estimate else None,
+    )
 
 
 def _headers(body: dict[str, Any]) -> dict[str, str]:

@@ -203,6 +203,17 @@ async def wait_for(
     return seconds
 
 
+async def poll_after(
+    here: Services, subject: UUID, *, kind: str, recipe: str | None, queue: str, waits: bool
+) -> dict[str, str]:
+    """`Retry-After` for what has not changed: from memory, but for a look now and then."""
+    if here.forecaster.stale:
+        async with db.acquire(here.pool) as connection:
+            await here.forecaster.outlook(connection, queue)
+    after = here.forecaster.poll_after(subject, kind=kind, recipe=recipe, queue=queue, waits=waits)
+    return {"Retry-After": str(round(after))}
+
+
 def known_parameters(request: Request, *names: str) -> None:
     """A query parameter that we do not know is an error: a misspelt filter must not be ignored."""
     unknown = [name for name in request.query_params if name not in names]
