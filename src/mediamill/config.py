@@ -131,6 +131,7 @@ class Settings(BaseSettings):
     webhook_disable_seconds: float = Field(gt=0)
     max_endpoints: int = Field(ge=1)
     max_event_streams: int = Field(ge=1)
+    max_event_streams_per_tenant: int = Field(ge=1)
     max_waiters: int = Field(ge=0)
     inbox: bool = Field()
     media_ttl_seconds: int | None = Field(default=None, ge=1)

@@ -317,6 +317,44 @@ async def test_more_streams_than_allowed_are_asked_to_come_back(
         assert 2 <= int(answer.headers["retry-after"]) <= 15
 
 
+async def test_one_tenant_leaves_streams_to_the_others(
+    shared_database: str, tmp_path: Path
+) -> None:
+    async with serving(shared_database, tmp_path, max_event_streams_per_tenant=2) as served:
+        api = served.api
+        async with db.acquire(api.pool) as connection:
+            other = await rows.new_tenant(connection)
+        token = await api.new_key(other)
+        async with (
+            served.client() as client,
+            served.client(token) as stranger,
+            hearing(client, "/v1/events") as one,
+        ):
+            await one.until(1)
+            missing = ids.encode(ids.MEDIA, ids.new())
+            for _ in range(3):  # what does not open does not count
+                assert (await client.get(f"/v1/media/{missing}/events")).status_code == 404
+            async with hearing(client, "/v1/events") as two, hearing(stranger, "/v1/events") as its:
+                await two.until(1)
+                await its.until(1)
+                answer = await client.get("/v1/events")
+                body = check_problem(answer, 429, "too_many_streams")
+                assert body["limit"]["name"] == "event_streams_per_tenant"
+                assert body["limit"]["allowed"] == 2
+                assert 2 <= int(answer.headers["retry-after"]) <= 15
+            for _ in range(200):
+                if api.services.streams[api.tenant] == 1:
+                    break
+                await asyncio.sleep(0.01)
+            async with hearing(client, "/v1/events") as again:
+                await again.until(1)
+        for _ in range(200):
+            if not api.services.streams:
+                break
+            await asyncio.sleep(0.01)
+        assert not api.services.streams
+
+
 async def test_a_stream_of_nothing_and_of_a_deleted_media(served: Served) -> None:
     api = served.api
     body = await api.queued()

@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import json
 from base64 import urlsafe_b64decode, urlsafe_b64encode
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -54,6 +55,8 @@ class Services:
     follower: Follower
     shutting_down: asyncio.Event = field(default_factory=asyncio.Event)
     waiters: int = 0
+    streams: Counter[str] = field(default_factory=Counter)
+    """Open event streams by tenant."""
     transfers: Transfers = field(init=False)
     multiparts: Multiparts = field(init=False)
 

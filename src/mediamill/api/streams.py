@@ -175,20 +175,55 @@ async def _open(
     here = services(request)
     last = _last_event_id(request)
     wanted = _types(request)
-    if here.follower.count >= here.settings.max_event_streams:
-        raise Refused(Code.TOO_BUSY, headers={"Retry-After": str(random.randint(2, 15))})  # noqa: S311
-    subscription = await here.follower.subscribe(topic)
+    _admit(here, topic.tenant_id)
+    here.streams[topic.tenant_id] += 1
+    try:
+        subscription = await here.follower.subscribe(topic)
+    except BaseException:
+        _forget(here, topic.tenant_id)
+        raise
     try:
         first, over = await _begin(
             here, subscription, snapshot, ends=ends, last=last, wanted=wanted
         )
     except BaseException:
-        here.follower.leave(subscription)
+        _leave(here, subscription)
         raise
     if over and not first:
-        here.follower.leave(subscription)
+        _leave(here, subscription)
         return Response(status_code=204)  # an EventSource does not come back after this
     return _Stream(request, here, subscription, first, over=over, ends=ends, wanted=wanted)
+
+
+def _admit(here: Services, tenant_id: str) -> None:
+    """Raises Refused when this process, or this tenant in it, has as many streams as it may."""
+    later = {"Retry-After": str(random.randint(2, 15))}  # noqa: S311
+    most = here.settings.max_event_streams_per_tenant
+    if here.streams[tenant_id] >= most:
+        raise Refused(
+            Code.TOO_MANY_STREAMS,
+            f"At most {most} streams of a tenant are open at a time.",
+            limit={
+                "name": "event_streams_per_tenant",
+                "allowed": most,
+                "seen": most + 1,
+                "unit": "streams",
+            },
+            headers=later,
+        )
+    if here.follower.count >= here.settings.max_event_streams:
+        raise Refused(Code.TOO_BUSY, headers=later)
+
+
+def _leave(here: Services, subscription: Subscription) -> None:
+    here.follower.leave(subscription)
+    _forget(here, subscription.topic.tenant_id)
+
+
+def _forget(here: Services, tenant_id: str) -> None:
+    here.streams[tenant_id] -= 1
+    if here.streams[tenant_id] <= 0:
+        del here.streams[tenant_id]
 
 
 async def _begin(
@@ -286,7 +321,7 @@ class _Stream(Response):
             if not self._gone:
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            self._here.follower.leave(self._subscription)
+            _leave(self._here, self._subscription)
             watch.cancel()
             with suppress(asyncio.CancelledError):
                 await watch
