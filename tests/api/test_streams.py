@@ -15,7 +15,7 @@ import pytest
 from tests import rows
 from tests.api.conftest import Api, Served, check_problem, media_uuid, serving
 
-from mediamill import db, ids, jobs
+from mediamill import db, ids, jobs, keys
 from mediamill.api import streams
 from mediamill.jobs import NewJob
 
@@ -271,6 +271,41 @@ async def test_heartbeats_go_on_and_end_with_the_key(
                 api.tenant,
             )
         await heard.end()
+
+
+async def test_a_signed_stream_ends_with_the_key_that_signed_it(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "_HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr("mediamill.keys._REMEMBER_SECONDS", 0.0)
+    api = served.api
+    key_id = (token := await api.new_key(api.tenant, "media:read")).split("_")[2]
+    async with served.client() as own, served.client(token) as client, served.client(None) as page:
+        urls = [
+            (await c.post("/v1/stream-urls", json={})).json()["url"].removeprefix(rows.PUBLIC_URL)
+            for c in (client, own)
+        ]
+        assert f"api_key={key_id}" in urls[0]
+        async with hearing(page, urls[0]) as heard, hearing(page, urls[1]) as other:
+            await heard.until(1)
+            await other.until(1)
+            for _ in range(200):
+                if heard.comments >= 2:
+                    break
+                await asyncio.sleep(0.01)
+            assert heard.comments >= 2
+            async with db.acquire(api.pool) as connection:
+                assert await keys.revoke(connection, api.tenant, key_id)
+            await heard.end()
+            check_problem(await page.get(urls[0]), 401, "unauthenticated")
+            lent = urls[0].replace(f"api_key={key_id}", f"api_key={api.token.split('_')[2]}")
+            assert (await page.get(lent)).status_code == 403
+            before = other.comments
+            for _ in range(200):
+                if other.comments > before + 1:
+                    break
+                await asyncio.sleep(0.01)
+            assert other.comments > before + 1  # a key of its own: it goes on
 
 
 async def test_dropped_streams_leave_nothing_behind(served: Served) -> None:
