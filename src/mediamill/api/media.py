@@ -152,6 +152,9 @@ class Process(BaseModel):
     schema_version: Literal[1] = 1
     recipe: str | None = Field(default=None, max_length=63)
     recipe_version: int | None = Field(default=None, ge=1)
+    callback_url: str | None = Field(
+        default=None, max_length=2048, description=f"{CALLBACK} It replaces an earlier one."
+    )
 
 
 class Estimate(BaseModel):
@@ -526,6 +529,7 @@ async def process_media(request: Request) -> Response:
     key = idempotency_key(
         request, sender, idempotency.fingerprint("json", str(media_id), raw), route=route
     )
+    callback = await Callback.of(here, wanted.callback_url)
     async with db.transaction(here.pool) as connection:
 
         async def work() -> Answer:
@@ -542,6 +546,7 @@ async def process_media(request: Request) -> Response:
                     f"There is no recipe {name!r} in that version.",
                     errors=[{"pointer": "/recipe", "detail": "is not known"}],
                 )
+            await callback.register(connection, sender.tenant_id, media_id)
             generation = await media.reprocess(
                 connection,
                 sender.tenant_id,
