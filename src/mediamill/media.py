@@ -101,10 +101,12 @@ async def accept(
     kind: str | None,
     births: Sequence[Birth],
     max_attempts: int,
+    stored_at: datetime | None = None,
 ) -> db.Row | None:
     """awaiting_upload → uploaded → queued, with its jobs and their tickets; None if not first.
 
-    Run inside a transaction: the rows and the tickets come into being together.
+    `stored_at` is when the object was stored, where that is known. Run inside a transaction: the
+    rows and the tickets come into being together.
     """
     row = await connection.fetchrow(
         _SQL.accept,
@@ -118,6 +120,7 @@ async def accept(
         [b.role for b in births],
         [b.priority for b in births],
         max_attempts,
+        stored_at,
     )
     if row is not None:
         turns = row["turns"]
