@@ -235,7 +235,7 @@ async def test_asking_again_waits_for_the_queue_to_drain(
     connection: db.Connection, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = time.monotonic()
-    monkeypatch.setattr(estimates.time, "monotonic", lambda: clock)
+    monkeypatch.setattr("mediamill.estimates.time.monotonic", lambda: clock)
     await serve(connection, image=2)
     await finished(connection, settings, [8.0] * 5)
     tenant = await rows.new_tenant(connection)
