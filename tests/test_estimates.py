@@ -6,11 +6,13 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
+from uuid import UUID
 
 import pytest
 from tests import rows
 
-from mediamill import controls, db, estimates, installation
+from mediamill import controls, db, estimates, ids, installation
 from mediamill.config import Settings
 from mediamill.estimates import Estimate, Forecaster, Work
 
@@ -227,6 +229,53 @@ async def test_what_says_nothing_is_not_kept(connection: db.Connection, settings
     _, (birth,) = await rows.accepted(connection, tenant, settings)
     await Forecaster().keep(connection, tenant, birth.id, await ask(connection), ahead=0)
     assert await connection.fetchval("SELECT count(*) FROM forecasts") == 0
+
+
+async def test_asking_again_waits_for_the_queue_to_drain(
+    connection: db.Connection, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = time.monotonic()
+    monkeypatch.setattr("mediamill.estimates.time.monotonic", lambda: clock)
+    await serve(connection, image=2)
+    await finished(connection, settings, [8.0] * 5)
+    tenant = await rows.new_tenant(connection)
+    for _ in range(9):
+        await rows.accepted(connection, tenant, settings)
+    forecaster = Forecaster()
+    assert forecaster.stale
+    await forecaster.outlook(connection, "image")
+    assert not forecaster.stale
+    first, fifth, far, other = (ids.new() for _ in range(4))
+
+    def after(subject: UUID, **more: Any) -> float:
+        given = {"kind": "image", "recipe": "web", "queue": "image", "waits": True} | more
+        return forecaster.poll_after(subject, **given)
+
+    forecaster.note(first, ahead=0)
+    forecaster.note(fifth, ahead=5)
+    forecaster.note(far, ahead=5000)
+    # Two slots of 8 s: a turn every 4 s, once all of them are taken by those before it.
+    assert after(first) == 2
+    assert after(fifth) == 2 + 20
+    assert after(far) == 60
+    assert after(other) == 2 + 32  # not noted: all that wait are taken to be before it
+    assert after(fifth, waits=False) == 2
+    assert after(fifth, waits=False, left_seconds=40.0) == 10
+    clock += 12  # three turns later
+    assert after(fifth) == 2 + 8
+    forecaster.note(first, ahead=0, delay_seconds=30.0)
+    assert after(first) == 32
+    assert after(other, queue="video") == 5  # nobody serves it just now
+    clock += 30
+    assert forecaster.stale
+
+
+async def test_asking_again_at_a_cold_start_is_soon(connection: db.Connection) -> None:
+    await serve(connection, image=1)
+    forecaster = Forecaster()
+    await forecaster.outlook(connection, "image")
+    after = forecaster.poll_after(ids.new(), kind="image", recipe="web", queue="image", waits=True)
+    assert after == 1
 
 
 async def test_an_outlook_counts_depth_and_the_slots_of_live_workers(

@@ -209,3 +209,21 @@ async def test_a_follower_outlives_a_cut_connection(pool: db.Pool, tenant: str) 
     assert len(heard.take()) == 1
     follower.leave(heard)
     await follower.close()
+
+
+async def test_without_a_database_nobody_is_left_waiting_for_ever(
+    pool: db.Pool, tenant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def down(*_: object, **__: object) -> None:
+        raise db.Unavailable
+
+    monkeypatch.setattr(events, "_START_SECONDS", 0.1)
+    follower = Follower(pool)
+    with monkeypatch.context() as patched:
+        patched.setattr(Tail, "start", down)
+        with pytest.raises(db.Unavailable):
+            await follower.subscribe(Topic(tenant))
+    assert follower.count == 0
+    monkeypatch.setattr(events, "_START_SECONDS", 10.0)
+    follower.leave(await follower.subscribe(Topic(tenant)))  # it comes back by itself
+    await follower.close()

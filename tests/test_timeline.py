@@ -99,6 +99,24 @@ def test_a_whole_life_reads_well() -> None:
     )
 
 
+def test_what_was_stored_but_not_reported_is_told_apart() -> None:
+    def lag(stored: float) -> list[tuple[str, float]]:
+        at = (START + timedelta(seconds=stored)).isoformat()
+        moves = [
+            move("awaiting_upload", 0),
+            move("uploaded", 10, details={"stored_at": at}),
+            move("queued", 10),
+        ]
+        found = run(moves, 12)
+        assert sum(s.seconds for s in found) == 12
+        return [(s.name, s.seconds) for s in found]
+
+    assert lag(4) == [("awaiting_upload", 4), ("event_lag", 6), ("queued", 2)]
+    # The clocks of storage and database need not agree.
+    assert lag(-3) == [("event_lag", 10), ("queued", 2)]
+    assert lag(10) == lag(11) == [("awaiting_upload", 10), ("queued", 2)]
+
+
 def test_time_between_an_end_and_the_next_run_is_idle() -> None:
     found = run([move("failed", 0), move("queued", 100, code="replayed")], now=107)
     assert [(s.name, s.seconds, s.detail) for s in found] == [

@@ -355,6 +355,34 @@ async def test_one_black_hole_does_not_delay_the_others(shared: str, tmp_path: P
         await asyncio.gather(running, return_exceptions=True)
 
 
+async def test_new_endpoints_that_hang_leave_slots_to_other_tenants(
+    shared: str, tmp_path: Path
+) -> None:
+    """Twenty of one tenant, none of which has failed yet, and then one event of another."""
+    async with (
+        world(shared, tmp_path, slots=8, webhook_timeout_seconds=30.0) as here,
+        listening(silence) as hole,
+        listening() as good,
+    ):
+        for n in range(20):
+            await here.endpoint(f"{hole.url}/{n}")
+        await here.happens(3)
+        running = asyncio.create_task(here.courier.run())
+        await hole.heard(6)
+        async with db.acquire(here.pool) as connection:
+            tenant = await rows.new_tenant(connection)
+        other = World(here.pool, here.settings, tenant, here.courier)
+        await other.endpoint(good.url)
+        begun = time.monotonic()
+        await other.happens(4)
+        await good.heard(4)
+        assert time.monotonic() - begun < 25  # no attempt at the others has ended yet
+        assert await here.attempts() == []
+        assert hole.connections == 6  # three quarters of the slots
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
 async def test_the_breaker_leaves_one_probe_and_closes_with_its_success(here: World) -> None:
     async with listening(answering(*([500] * 6), 200)) as sink:
         row, _ = await here.endpoint(sink.url)

@@ -132,6 +132,7 @@ class Settings(BaseSettings):
     webhook_disable_seconds: float = Field(gt=0)
     max_endpoints: int = Field(ge=1)
     max_event_streams: int = Field(ge=1)
+    max_event_streams_per_tenant: int = Field(ge=1)
     max_waiters: int = Field(ge=0)
     inbox: bool = Field()
     dashboard_sign_in: bool = Field()

@@ -21,12 +21,16 @@ _FIGURES: Final = db.load("maintenance")
 _FRESH_SECONDS: Final = 2.0
 _HISTORY_SECONDS: Final = 5.0
 _HISTORY: Final = 3
+_REMEMBERED: Final = 10_000
 _SIMILAR: Final = 15
 _KNOWN_FORECASTS: Final = 20
 _SLACK_SECONDS: Final = 0.3  # what counts as nothing: claiming, a beat of the loop
 _WAIT_SPREAD: Final = 1.3
 _PROGRESS_SPREAD: Final = 1.5
 _FROM_PROGRESS: Final = 5.0
+_STALE_SECONDS: Final = 30.0
+_POLL_SECONDS: Final = (1.0, 60.0)
+_POLL_STANDING_SECONDS: Final = 5.0  # a queue that stands may go on at any moment
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,15 @@ class Outlook:
 
 
 @dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a job stood when somebody asked; it could not be claimed for `delay_seconds`."""
+
+    at: float
+    ahead: int
+    delay_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class _Finished:
     """A finished job: how much it was, and how long it ran."""
 
@@ -103,6 +116,7 @@ class Forecaster:
         self._history: dict[tuple[str, str | None], tuple[float, list[_Finished]]] = {}
         self._errors: dict[tuple[str, int], tuple[float, tuple[float, float] | None]] = {}
         self._since: dict[str, int] = {}
+        self._places: dict[UUID, _Place] = {}
 
     async def outlook(self, connection: db.Connection, queue: str) -> Outlook:
         """Depth, running jobs and slots of a queue."""
@@ -199,13 +213,61 @@ class Forecaster:
                 estimate.p90_seconds,
             )
 
-    def poll_after(self, kind: str, recipe: str | None) -> float:
-        """When asking again is worth it, in seconds, from what is in memory: 1 to 30."""
-        remembered = self._history.get((kind, recipe))
-        if remembered is None or len(remembered[1]) < _HISTORY:
-            return 1.0
-        middle = _quantile([f.seconds for f in remembered[1]], 0.5)
-        return min(max(round(middle / 4), 1.0), 30.0)
+    def note(self, subject: UUID, *, ahead: int, delay_seconds: float = 0.0) -> None:
+        """Remember the place of a job, under its id or that of its media, for those who ask what
+        has changed."""
+        if len(self._places) >= _REMEMBERED:
+            self._places.clear()
+        self._places[subject] = _Place(time.monotonic(), ahead, delay_seconds)
+
+    @property
+    def stale(self) -> bool:
+        """Whether the figures are too old to answer from; `outlook` renews them."""
+        return time.monotonic() - self._queues[0] > _STALE_SECONDS
+
+    def poll_after(
+        self,
+        subject: UUID,
+        *,
+        kind: str,
+        recipe: str | None,
+        queue: str,
+        waits: bool,
+        left_seconds: float | None = None,
+    ) -> float:
+        """When asking again is worth it, in seconds, from what is in memory: 1 to 60. Not before
+        the queue has drained of what is ahead; then, in quarters of what the job itself takes
+        (`left_seconds`, when it is known)."""
+        outlook = self._queues[1].get(queue, Outlook(0, 0, 0))
+        if left_seconds is None:
+            remembered = self._history.get((kind, recipe))
+            if remembered is not None and len(remembered[1]) >= _HISTORY:
+                left_seconds = _quantile([f.seconds for f in remembered[1]], 0.5)
+            else:
+                left_seconds = outlook.job_seconds or 0.0
+        after = left_seconds / 4
+        if waits:
+            place = self._places.get(subject)
+            if place is not None:
+                gone = time.monotonic() - place.at
+                after += max(place.delay_seconds - gone, 0.0)
+            if outlook.paused or outlook.slots == 0:
+                after = max(after, _POLL_STANDING_SECONDS)
+            elif outlook.job_seconds is not None:
+                ahead = self._ahead(place, outlook)
+                after += _wait(outlook, ahead, outlook.job_seconds)
+        return min(max(round(after), _POLL_SECONDS[0]), _POLL_SECONDS[1])
+
+    def _ahead(self, place: _Place | None, outlook: Outlook) -> int:
+        """How many are still before a job: fewer than when it was noted, by what has drained since.
+        Of one that was not noted, all that wait."""
+        waiting = max(outlook.queued - 1, 0)
+        if place is None:
+            return waiting
+        assert outlook.job_seconds is not None
+        drained = (time.monotonic() - place.at) * outlook.slots / max(outlook.job_seconds, 0.001)
+        ahead = max(place.ahead - int(drained), 0)
+        return min(ahead, waiting) if self._queues[0] > place.at else ahead
 
     async def _recent(
         self, connection: db.Connection, kind: str, recipe: str | None

@@ -60,6 +60,7 @@ ENDS_JOB: Final = frozenset(f"job.{s}" for s in JOB_TERMINAL)
 _BATCH: Final = 1000
 _POLL_SECONDS: Final = 0.2
 _AGAIN_SECONDS: Final = 1.0
+_START_SECONDS: Final = 10.0
 _PROGRESS_SECONDS: Final = 1.0
 _REMEMBERED: Final = 10_000
 _BACKLOG: Final = 100
@@ -272,12 +273,17 @@ class Follower:
         self.count = 0
 
     async def subscribe(self, topic: Topic) -> Subscription:
-        """Hear of every event of a topic after `start`; up to it the log can be read."""
+        """Hear of every event of a topic after `start`; up to it the log can be read. Raises
+        db.Unavailable."""
         self.count += 1
         try:
             if self._task is None:
                 self._task = asyncio.create_task(self._follow())
-            await self._ready.wait()
+            async with asyncio.timeout(_START_SECONDS):
+                await self._ready.wait()
+        except TimeoutError:
+            self.count -= 1
+            raise db.Unavailable("the log of events cannot be read") from None
         except asyncio.CancelledError:
             self.count -= 1
             raise
@@ -327,6 +333,9 @@ class Follower:
                     await asyncio.sleep(_POLL_SECONDS)
             except (db.Unavailable, asyncpg.PostgresError, OSError) as error:
                 log.warning("follow_failed", error=type(error).__name__)
+                await asyncio.sleep(_AGAIN_SECONDS)
+            except Exception:  # whatever it is, the others who listen must hear what comes next
+                log.exception("follow_failed")
                 await asyncio.sleep(_AGAIN_SECONDS)
 
     async def _look(self) -> bool:

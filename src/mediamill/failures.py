@@ -348,6 +348,12 @@ class Code(Enum):
     RANGE_NOT_SATISFIABLE = Row(
         _P, 416, "The file has no such range.", "`Content-Range` names the length."
     )
+    TOO_MANY_STREAMS = Row(
+        _T,
+        429,
+        "Too many event streams of this tenant are open.",
+        "Close those that nobody listens to, or watch all in one stream of /v1/events.",
+    )
     TOO_BUSY = Row(
         _T,
         503,

@@ -591,13 +591,27 @@ async def list_newest(
     tenant_id: str,
     *,
     before: UUID | None,
-    states: Sequence[str] | None,
-    kind: str | None,
-    queue_name: str | None,
     limit: int,
+    states: Sequence[str] | None = None,
+    kind: str | None = None,
+    queue_name: str | None = None,
+    error_code: str | None = None,
+    created_after: datetime | None = None,
+    created_before: datetime | None = None,
 ) -> list[db.Row]:
-    """Newest first, below the cursor `before`."""
-    return await connection.fetch(_SQL.list, tenant_id, before, states, kind, queue_name, limit)
+    """Newest first, below the cursor `before`; a filter that is None does not restrict."""
+    return await connection.fetch(
+        _SQL.list,
+        tenant_id,
+        before,
+        states,
+        kind,
+        queue_name,
+        error_code,
+        created_after,
+        created_before,
+        limit,
+    )
 
 
 async def effect(

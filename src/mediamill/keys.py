@@ -110,6 +110,7 @@ class Keychain:
         self._pool = pool
         self._pepper = pepper
         self._known: dict[bytes, tuple[float, Caller]] = {}
+        self._standing: dict[tuple[str, str], float] = {}
 
     async def identify(self, token: str) -> Caller | None:
         """The caller behind a token, or None. Costs no database read for a token just seen."""
@@ -133,6 +134,22 @@ class Keychain:
             self._known.clear()
         self._known[digest] = now + _REMEMBER_SECONDS, caller
         return caller
+
+    async def stands(self, tenant_id: str, key_id: str) -> bool:
+        """Whether a key of this tenant is neither revoked nor expired, for what was granted by
+        it."""
+        now = time.monotonic()
+        if self._standing.get((tenant_id, key_id), 0.0) > now:
+            return True
+        async with db.acquire(self._pool) as connection:
+            row = await connection.fetchrow(_SQL.find_key, key_id)
+        if row is None or row["tenant_id"] != tenant_id:
+            self._standing.pop((tenant_id, key_id), None)
+            return False
+        if len(self._standing) >= _REMEMBER_MOST:
+            self._standing.clear()
+        self._standing[tenant_id, key_id] = now + _REMEMBER_SECONDS
+        return True
 
 
 def _parse(token: str) -> tuple[str, str] | None:

@@ -200,6 +200,7 @@ class Maintenance:
                     row["tenant_id"],
                     row["id"],
                     object_version=stored.version,
+                    stored_at=stored.at,
                     kind=row["kind"],
                     births=uploads.births(row["kind"]),
                     max_attempts=self._settings.max_attempts,

@@ -101,10 +101,12 @@ async def accept(
     kind: str | None,
     births: Sequence[Birth],
     max_attempts: int,
+    stored_at: datetime | None = None,
 ) -> db.Row | None:
     """awaiting_upload → uploaded → queued, with its jobs and their tickets; None if not first.
 
-    Run inside a transaction: the rows and the tickets come into being together.
+    `stored_at` is when the object was stored, where that is known. Run inside a transaction: the
+    rows and the tickets come into being together.
     """
     row = await connection.fetchrow(
         _SQL.accept,
@@ -118,6 +120,7 @@ async def accept(
         [b.role for b in births],
         [b.priority for b in births],
         max_attempts,
+        stored_at,
     )
     if row is not None:
         turns = row["turns"]
@@ -300,11 +303,27 @@ async def list_newest(
     tenant_id: str,
     *,
     before: UUID | None,
-    states: Sequence[str] | None,
     limit: int,
+    states: Sequence[str] | None = None,
+    kind: str | None = None,
+    recipe: str | None = None,
+    error_code: str | None = None,
+    created_after: datetime | None = None,
+    created_before: datetime | None = None,
 ) -> list[db.Row]:
-    """Newest first, below the cursor `before`."""
-    return await connection.fetch(_SQL.list, tenant_id, before, states, limit)
+    """Newest first, below the cursor `before`; a filter that is None does not restrict."""
+    return await connection.fetch(
+        _SQL.list,
+        tenant_id,
+        before,
+        states,
+        kind,
+        recipe,
+        error_code,
+        created_after,
+        created_before,
+        limit,
+    )
 
 
 async def delete(connection: db.Connection, tenant_id: str, media_id: UUID, *, reason: str) -> bool:

@@ -46,7 +46,7 @@ def segments(
     ]
     # Until when a job holds back is in its own move, which is logged with the media's.
     due = {
-        (m["job_id"], m.get("fence")): _run_at(m)
+        (m["job_id"], m.get("fence")): _moment(m, "run_at")
         for m in moves
         if m["subject"] == "job" and m["to_state"] == JobState.QUEUED
     }
@@ -60,7 +60,11 @@ def segments(
             continue  # accepted and queued in one step
         name = this["stage"] or ("idle" if ended else _NAMES[this["to_state"]])
         run_at = due.get((this["job_id"], this.get("fence"))) if name == "queued" else None
-        found += _segment(this, name, end, run_at)
+        stored_at = _moment(following, "stored_at") if name == "awaiting_upload" else None
+        if stored_at is not None and stored_at < end:
+            found += _uploaded(_segment(this, name, end, None)[0], stored_at)
+        else:
+            found += _segment(this, name, end, run_at)
     return found
 
 
@@ -74,14 +78,23 @@ def job_segments(moves: Sequence[Mapping[str, Any]], *, now: datetime) -> list[S
             break
         name = "idle" if ended else this["stage"] or _JOB_NAMES[this["to_state"]]
         end = now if following is None else following["at"]
-        found += _segment(this, name, end, _run_at(this) if name == "queued" else None)
+        found += _segment(this, name, end, _moment(this, "run_at") if name == "queued" else None)
     return found
 
 
-def _run_at(move: Mapping[str, Any]) -> datetime | None:
-    """Until when a queued job holds back, if its move says so."""
-    text = (move.get("details") or {}).get("run_at")
+def _moment(move: Mapping[str, Any] | None, name: str) -> datetime | None:
+    """A time that a move tells beside its own: until when a queued job holds back (`run_at`), when
+    the object of an accepted media was stored (`stored_at`)."""
+    text = ((move or {}).get("details") or {}).get(name)
     return None if text is None else datetime.fromisoformat(text)
+
+
+def _uploaded(whole: Segment, stored_at: datetime) -> list[Segment]:
+    """The wait for an upload, and from then on how long nobody said that it was there. Clocks
+    differ: what is stored before the slot is opened was stored at once."""
+    there = max(stored_at, whole.start)
+    lag = replace(whole, name="event_lag", start=there)
+    return [lag] if there == whole.start else [replace(whole, end=there), lag]
 
 
 def _segment(
@@ -141,6 +154,7 @@ _NAMES: Final = {
 }
 _PHRASES: Final = {
     "awaiting_upload": "waiting for the upload",
+    "event_lag": "stored, but not yet reported",
     "queued": "waiting in the queue",
     "backoff": "holding back after an error",
     "claimed": "getting started",

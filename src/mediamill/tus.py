@@ -314,6 +314,7 @@ class Transfers:
                         tenant_id,
                         transfer_id,
                         object_version=stored.version,
+                        stored_at=stored.at,
                         kind=original.kind,
                         births=uploads.births(original.kind),
                         max_attempts=self._settings.max_attempts,

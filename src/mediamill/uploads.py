@@ -198,6 +198,7 @@ async def complete(
         tenant_id,
         media_id,
         object_version=stored.version,
+        stored_at=stored.at,
         kind=original.kind,
         births=births(original.kind),
         max_attempts=settings.max_attempts,

@@ -15,6 +15,7 @@ import json
 import random
 import secrets
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -420,7 +421,7 @@ class Courier:
         self._name = name
         self._slots = slots
         self._egress = egress or Egress(Policy.of(settings))
-        self._flying: set[asyncio.Task[None]] = set()
+        self._flying: dict[asyncio.Task[None], str] = {}
         self._landed = asyncio.Event()
         self._caps = Caps(
             total_seconds=settings.webhook_timeout_seconds,
@@ -473,17 +474,18 @@ class Courier:
         parcels = await self._claim(free)
         for parcel in parcels:
             task = asyncio.create_task(self._deliver(parcel))
-            self._flying.add(task)
+            self._flying[task] = parcel.tenant_id
             task.add_done_callback(self._ended)
         return len(parcels)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self._flying.discard(task)
+        self._flying.pop(task, None)
         self._landed.set()
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("delivery_failed", exc_info=error)
 
     async def _claim(self, free: int) -> list[Parcel]:
+        flying = Counter(self._flying.values())
         async with db.transaction(self._pool) as connection:
             await connection.execute(_SQL.lazily)
             await connection.execute(_SQL.lock_claims)
@@ -494,6 +496,9 @@ class Courier:
                 timedelta(seconds=self._lease),
                 self._settings.webhook_breaker_failures,
                 max(1, self._slots // 4),
+                list(flying),
+                list(flying.values()),
+                max(1, self._slots - self._slots // 4),
             )
             told = {r["id"]: r for r in await events.told(connection, [r["event"] for r in rows])}
             bodies = {row["id"]: row["body"] for row in rows}

@@ -414,6 +414,18 @@ async def test_deleting_cancels_what_is_queued(api: Api) -> None:
     assert answer.json()["state"] == "canceled"
 
 
+async def test_the_timeline_tells_how_long_an_upload_lay_unreported(api: Api) -> None:
+    body = await api.upload()
+    await asyncio.sleep(0.3)
+    answer = await api.client.post(f"/v1/media/{body['id']}/complete")
+    assert answer.status_code == 202
+    told = (await api.client.get(f"/v1/media/{body['id']}/timeline")).json()
+    segments = {s["name"]: s["seconds"] for s in told["segments"]}
+    assert [n for n in segments if n != "accepted"] == ["awaiting_upload", "event_lag", "queued"]
+    assert segments["event_lag"] >= 0.2
+    assert sum(segments.values()) == pytest.approx(told["total_seconds"], abs=1e-5)
+
+
 async def test_the_timeline_tells_where_the_time_went(api: Api) -> None:
     body = await api.ready()
     answer = await api.client.get(f"/v1/media/{body['id']}/timeline")

@@ -12,7 +12,7 @@ from starlette.routing import Route
 from tests.api.conftest import Api
 
 from mediamill import db, ids, webhooks
-from mediamill.api.media import MediaBody, NewMedia, Process
+from mediamill.api.media import FILTERS, MediaBody, NewMedia, Process
 
 pytestmark = pytest.mark.anyio
 
@@ -122,7 +122,7 @@ async def test_every_route_of_v1_is_documented_once(api: Api) -> None:
 async def test_the_query_of_the_list_is_declared(api: Api) -> None:
     operation = api.app.openapi()["paths"]["/v1/media"]["get"]
     declared = {p["name"] for p in operation.get("parameters", ()) if p["in"] == "query"}
-    assert declared == {"limit", "cursor", "state"}
+    assert declared == {"limit", "cursor", *FILTERS}
 
 
 async def test_the_bodies_that_it_shows_are_those_that_are_taken(api: Api) -> None:

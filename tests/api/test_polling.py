@@ -11,7 +11,8 @@ import pytest
 from tests import rows
 from tests.api.conftest import Api, check_problem
 
-from mediamill import db, ids, jobs
+from mediamill import db, ids, installation, jobs
+from mediamill.estimates import Forecaster
 from mediamill.jobs import NewJob
 from mediamill.queue import Ticket
 
@@ -49,6 +50,37 @@ async def test_what_has_not_changed_costs_one_indexed_read(
                 assert answer.headers["etag"] == tag
                 assert ("retry-after" in answer.headers) == (body["state"] == "queued")
             assert [q.split("\n")[-1] for q in asked] == ["WHERE tenant_id = $1 AND id = $2"] * 3
+
+
+async def test_asking_again_is_told_from_the_queue_also_when_nothing_has_changed(
+    api: Api, client: httpx.AsyncClient
+) -> None:
+    async with db.acquire(api.pool) as connection:
+        await installation.register_worker(
+            connection, "w", version="1", slots={"image": 1}, sandbox="strong"
+        )
+        for _ in range(3):
+            body = await api.ready()
+        await connection.execute(
+            "UPDATE jobs SET finished_at = started_at + interval '8 seconds'"
+            " WHERE state = 'completed' AND queue = 'image'"
+        )
+    first, last = [await api.queued() for _ in range(6)][0::5]
+    api.services.forecaster = Forecaster()  # as after a restart
+    for body, least, most in ((first, 1, 60), (last, 30, 60)):
+        for path in (f"/v1/media/{body['id']}", body["links"]["job"]):
+            answer = await client.get(path)
+            after = answer.json()["poll_after_seconds"]
+            assert answer.headers["retry-after"] == str(round(after))
+            assert least <= after <= most
+            tag = {"If-None-Match": answer.headers["etag"]}
+            again = await client.get(path, headers=tag)
+            assert again.status_code == 304
+            assert after - 8 <= int(again.headers["retry-after"]) <= after
+            api.services.forecaster = Forecaster()  # another process: its figures are read first
+            again = await client.get(path, headers=tag)
+            assert again.status_code == 304
+            assert int(again.headers["retry-after"]) >= after - 8
 
 
 async def test_another_tag_gets_the_body(api: Api, client: httpx.AsyncClient) -> None:
@@ -169,6 +201,49 @@ async def test_a_job_is_waited_for_when_it_is_made(api: Api, client: httpx.Async
     assert answer.headers["location"] == f"/v1/jobs/{ids.encode(ids.JOB, row['id'])}"
 
 
+async def test_an_upload_is_completed_and_waited_for(api: Api, client: httpx.AsyncClient) -> None:
+    slot = await api.upload()
+    path = f"/v1/media/{slot['id']}/complete"
+    waiting = asyncio.create_task(client.post(path, headers={"Prefer": "wait=20"}))
+    for _ in range(500):
+        if (body := await api.read(slot["id"]))["state"] == "queued" and api.services.waiters:
+            break
+        await asyncio.sleep(0.01)
+    async with db.acquire(api.pool) as connection:
+        open_ = await connection.fetchval(
+            "SELECT count(*) FROM pg_stat_activity"
+            " WHERE datname = current_database() AND state LIKE 'idle in transaction%'"
+        )
+    assert open_ == 0  # accepted for good before it waits
+    assert not waiting.done()
+    await publish(api, body)
+    async with asyncio.timeout(5):
+        answer = await waiting
+    assert answer.status_code == 200
+    assert (answer.json()["state"], len(answer.json()["variants"])) == ("ready", 1)
+    assert answer.headers["preference-applied"] == "wait=20"
+    assert answer.headers["location"] == f"/v1/media/{slot['id']}"
+    assert "retry-after" not in answer.headers
+    again = await client.post(path, params={"wait": "20"})  # nothing to wait for
+    assert (again.status_code, "preference-applied" in again.headers) == (200, False)
+    assert api.services.waiters == 0
+
+
+async def test_a_completed_upload_is_accepted_when_the_wait_is_over(
+    api: Api, client: httpx.AsyncClient
+) -> None:
+    slot = await api.upload()
+    answer = await client.post(f"/v1/media/{slot['id']}/complete?wait=1")
+    assert (answer.status_code, answer.json()["state"]) == (202, "queued")
+    assert answer.headers["preference-applied"] == "wait=1"
+    assert int(answer.headers["retry-after"]) >= 1
+    absent = await api.slot()
+    begun = time.monotonic()
+    answer = await client.post(f"/v1/media/{absent['id']}/complete?wait=20")
+    assert answer.status_code == 409
+    assert time.monotonic() - begun < 15
+
+
 async def test_a_parent_changes_with_its_children(api: Api, client: httpx.AsyncClient) -> None:
     parent = NewJob("test.parent", {}, "default")
     child = NewJob("test.child", {}, "default", child_key="a")
@@ -192,3 +267,60 @@ async def test_a_parent_changes_with_its_children(api: Api, client: httpx.AsyncC
         await connection.execute("UPDATE jobs SET version = version + 1 WHERE id = $1", child.id)
     assert (await client.get(path, headers=tag)).status_code == 200
     assert held
+
+
+async def test_lists_take_filters_that_are_held_to_what_they_can_mean(
+    api: Api, client: httpx.AsyncClient
+) -> None:
+    early = await api.queued()
+    late = await api.ready(content_type="image/jpeg")
+    async with db.acquire(api.pool) as connection:
+        await connection.execute(
+            "UPDATE media SET created_at = now() - interval '1 day',"
+            ' error = \'{"code": "corrupt_input"}\' WHERE id = $1',
+            ids.decode(ids.MEDIA, early["id"]),
+        )
+        await connection.execute(
+            'UPDATE jobs SET error = \'{"code": "corrupt_input"}\' WHERE media_id = $1',
+            ids.decode(ids.MEDIA, early["id"]),
+        )
+        middle = await connection.fetchval("SELECT (now() - interval '1 hour')")
+
+    async def found(path: str, **query: str) -> list[str]:
+        answer = await client.get(path, params=query)
+        assert answer.status_code == 200, answer.text
+        return [one["id"] for one in answer.json()["data"]]
+
+    both = [late["id"], early["id"]]
+    assert await found("/v1/media", kind="image", recipe="web") == both
+    assert await found("/v1/media", kind="video") == []
+    assert await found("/v1/media", created_after=middle.isoformat()) == [late["id"]]
+    assert await found("/v1/media", created_before=middle.isoformat()) == [early["id"]]
+    assert await found("/v1/media", error_code="corrupt_input") == [early["id"]]
+    assert await found("/v1/jobs", error_code="corrupt_input") == [early["job"]["id"]]
+    assert await found("/v1/jobs", queue="image", created_before="2020-01-01") == []
+    bad = {"created_after": "yesterday", "kind": "", "recipe": "x" * 129, "error_code": "\0"}
+    for name, value in bad.items():
+        answer = await client.get("/v1/media", params={name: value})
+        check_problem(answer, 400, "unknown_parameter")
+
+
+async def test_no_route_takes_a_parameter_that_it_does_not_know(
+    api: Api, client: httpx.AsyncClient
+) -> None:
+    body = await api.ready()
+    media_path, job_path = f"/v1/media/{body['id']}", body["links"]["job"]
+    for method, path in (
+        ("GET", f"{media_path}/timeline"),
+        ("GET", f"{media_path}/variants/w8.webp"),
+        ("POST", f"{media_path}/complete"),
+        ("POST", f"{media_path}/process"),
+        ("DELETE", media_path),
+        ("GET", f"{job_path}/timeline"),
+        ("POST", f"{job_path}/cancel"),
+        ("POST", f"{job_path}/replay"),
+        ("POST", "/v1/dead-letters/replay"),
+    ):
+        answer = await client.request(method, path, params={"dry_run": "true"}, json={})
+        check_problem(answer, 400, "unknown_parameter")
+    assert (await client.get(media_path)).json()["state"] == "ready"

@@ -15,7 +15,7 @@ import pytest
 from tests import rows
 from tests.api.conftest import Api, Served, check_problem, media_uuid, serving
 
-from mediamill import db, ids, jobs
+from mediamill import db, ids, jobs, keys
 from mediamill.api import streams
 from mediamill.jobs import NewJob
 
@@ -273,6 +273,41 @@ async def test_heartbeats_go_on_and_end_with_the_key(
         await heard.end()
 
 
+async def test_a_signed_stream_ends_with_the_key_that_signed_it(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "_HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr("mediamill.keys._REMEMBER_SECONDS", 0.0)
+    api = served.api
+    key_id = (token := await api.new_key(api.tenant, "media:read")).split("_")[2]
+    async with served.client() as own, served.client(token) as client, served.client(None) as page:
+        urls = [
+            (await c.post("/v1/stream-urls", json={})).json()["url"].removeprefix(rows.PUBLIC_URL)
+            for c in (client, own)
+        ]
+        assert f"api_key={key_id}" in urls[0]
+        async with hearing(page, urls[0]) as heard, hearing(page, urls[1]) as other:
+            await heard.until(1)
+            await other.until(1)
+            for _ in range(200):
+                if heard.comments >= 2:
+                    break
+                await asyncio.sleep(0.01)
+            assert heard.comments >= 2
+            async with db.acquire(api.pool) as connection:
+                assert await keys.revoke(connection, api.tenant, key_id)
+            await heard.end()
+            check_problem(await page.get(urls[0]), 401, "unauthenticated")
+            lent = urls[0].replace(f"api_key={key_id}", f"api_key={api.token.split('_')[2]}")
+            assert (await page.get(lent)).status_code == 403
+            before = other.comments
+            for _ in range(200):
+                if other.comments > before + 1:
+                    break
+                await asyncio.sleep(0.01)
+            assert other.comments > before + 1  # a key of its own: it goes on
+
+
 async def test_dropped_streams_leave_nothing_behind(served: Served) -> None:
     follower = served.api.services.follower
     async with served.client() as client:
@@ -315,6 +350,44 @@ async def test_more_streams_than_allowed_are_asked_to_come_back(
         answer = await client.get("/v1/events")
         check_problem(answer, 503, "too_busy")
         assert 2 <= int(answer.headers["retry-after"]) <= 15
+
+
+async def test_one_tenant_leaves_streams_to_the_others(
+    shared_database: str, tmp_path: Path
+) -> None:
+    async with serving(shared_database, tmp_path, max_event_streams_per_tenant=2) as served:
+        api = served.api
+        async with db.acquire(api.pool) as connection:
+            other = await rows.new_tenant(connection)
+        token = await api.new_key(other)
+        async with (
+            served.client() as client,
+            served.client(token) as stranger,
+            hearing(client, "/v1/events") as one,
+        ):
+            await one.until(1)
+            missing = ids.encode(ids.MEDIA, ids.new())
+            for _ in range(3):  # what does not open does not count
+                assert (await client.get(f"/v1/media/{missing}/events")).status_code == 404
+            async with hearing(client, "/v1/events") as two, hearing(stranger, "/v1/events") as its:
+                await two.until(1)
+                await its.until(1)
+                answer = await client.get("/v1/events")
+                body = check_problem(answer, 429, "too_many_streams")
+                assert body["limit"]["name"] == "event_streams_per_tenant"
+                assert body["limit"]["allowed"] == 2
+                assert 2 <= int(answer.headers["retry-after"]) <= 15
+            for _ in range(200):
+                if api.services.streams[api.tenant] == 1:
+                    break
+                await asyncio.sleep(0.01)
+            async with hearing(client, "/v1/events") as again:
+                await again.until(1)
+        for _ in range(200):
+            if not api.services.streams:
+                break
+            await asyncio.sleep(0.01)
+        assert not api.services.streams
 
 
 async def test_a_stream_of_nothing_and_of_a_deleted_media(served: Served) -> None:

@@ -148,6 +148,35 @@ def test_stream_and_webhooks_tell_the_same_from_upload_to_ready(
     assert api.stop() in (0, -signal.SIGTERM)  # uvicorn ends by the signal that it was sent
 
 
+def test_one_request_waits_for_the_end_and_the_time_line_tells_the_lag_before_it(
+    make_platform: Callable[..., Platform], clips: Clips
+) -> None:
+    platform = make_platform(**QUICK)
+    platform.start_api()
+    platform.start_worker("image=1,webhook=4")
+    with receiving() as receiver:
+        register(platform, receiver.url, types=["endpoint.disabled"])
+        slot = platform.open_slot(len(clips.large_photo), "photo.jpg")
+        platform.put(slot, clips.large_photo)
+        path = slot["links"]["self"]
+        answer = platform.http.post(f"{path}/complete", headers={"Prefer": "wait=25"})
+        assert (answer.status_code, answer.json()["state"]) == (200, "ready"), answer.text
+        assert len(answer.json()["variants"]) == 12
+        told = platform.http.get(f"{path}/timeline").json()
+        names = [segment["name"] for segment in told["segments"]]
+        assert names[:2] == ["awaiting_upload", "event_lag"]
+        total = sum(segment["seconds"] for segment in told["segments"])
+        assert abs(total - told["total_seconds"]) < 1e-5
+        again = platform.http.post(f"{path}/process", json={"callback_url": f"{receiver.url}/2"})
+        assert again.status_code == 202, again.text
+        platform.wait_for_state(slot["id"], "ready")
+        until(
+            lambda: "media.ready" in {body["type"] for body in receiver.bodies()},
+            seconds=20,
+            why="the callback was not told",
+        )
+
+
 def test_a_courier_that_is_killed_after_sending_sends_again_under_the_same_id(
     make_platform: Callable[..., Platform],
 ) -> None:

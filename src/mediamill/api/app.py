@@ -231,7 +231,7 @@ _ROUTES: Final[tuple[_Route, ...]] = (
         media.SlotBody,
         {**_CREATE_BODY, **_also(202, "The file of a form is accepted and queued.")},
     ),
-    _Route("/v1/media", "GET", media.list_media, more=_query("state")),
+    _Route("/v1/media", "GET", media.list_media, more=_query(*media.FILTERS)),
     _Route("/v1/media/{media_id}", "GET", media.read_media, 200, media.MediaBody, _WAIT),
     _Route("/v1/media/{media_id}", "DELETE", media.delete_media, 202),
     _Route(
@@ -240,7 +240,7 @@ _ROUTES: Final[tuple[_Route, ...]] = (
         media.complete_media,
         202,
         media.MediaBody,
-        _also(200, "There is no work ahead of it any more."),
+        {**_WAIT_ONLY, **_also(200, "There is no work ahead of it any more.")},
     ),
     _Route("/v1/media/{media_id}/timeline", "GET", media.read_timeline),
     _Route(
@@ -313,7 +313,7 @@ _ROUTES: Final[tuple[_Route, ...]] = (
             **_also(200, "A live job has its dedup key, or it ended while the client waited."),
         },
     ),
-    _Route("/v1/jobs", "GET", jobs.list_jobs, more=_query("state", "kind", "queue")),
+    _Route("/v1/jobs", "GET", jobs.list_jobs, more=_query(*jobs.FILTERS)),
     _Route("/v1/jobs/{job_id}", "GET", jobs.read_job, more=_WAIT),
     _Route("/v1/jobs/{job_id}/timeline", "GET", jobs.read_job_timeline),
     _Route("/v1/jobs/{job_id}/events", "GET", streams.job_events, more=_stream("last_event_id")),

@@ -84,6 +84,7 @@ async def list_dead_letters(request: Request) -> Response:
 async def read_dead_letter(request: Request) -> Response:
     """A failed job with every attempt: its error, its commands and the last words of its tools."""
     sender = await caller(request, "dlq:manage")
+    known_parameters(request)
     here = services(request)
     job_id = path_id(request, ids.JOB, "job_id")
     async with db.acquire(here.pool) as connection:
@@ -113,6 +114,7 @@ async def read_dead_letter(request: Request) -> Response:
 async def replay_dead_letters(request: Request) -> Response:
     """Replay every dead letter that fits the filter, at a rate: each is queued for its second."""
     sender = await caller(request, "dlq:manage")
+    known_parameters(request)
     here = services(request)
     wanted = parse_body(ReplayMany, await json_body(request))
     replayed = 0
@@ -145,6 +147,7 @@ async def replay_dead_letters(request: Request) -> Response:
 async def discard_dead_letter(request: Request) -> Response:
     """Take a dead letter off the list for good. The job stays failed; its history is kept."""
     sender = await caller(request, "dlq:manage")
+    known_parameters(request)
     here = services(request)
     job_id = path_id(request, ids.JOB, "job_id")
     async with db.transaction(here.pool) as connection:

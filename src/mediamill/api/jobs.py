@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime
 from typing import Any, Final
 from uuid import UUID
@@ -36,13 +37,16 @@ from mediamill.api.services import (
     json_response,
     json_text,
     known_parameters,
+    moment,
     parse_body,
     path_id,
+    poll_after,
     services,
     shown_error,
     shown_timeline,
     wait_for,
     wait_seconds,
+    worded,
 )
 from mediamill.estimates import Estimate
 from mediamill.events import Topic
@@ -51,6 +55,7 @@ from mediamill.idempotency import Answer
 from mediamill.states import JOB_TERMINAL, JobState
 
 SCHEMA_VERSION: Final = 1
+FILTERS: Final = ("state", "kind", "queue", "error_code", "created_after", "created_before")
 
 
 class NewJob(BaseModel):
@@ -109,15 +114,18 @@ async def create_job(request: Request) -> Response:
             row = await jobs.get(connection, sender.tenant_id, job_id)
             assert row is not None
             body = shown_job(row, [], None)
+            estimate = None
             if not duplicate:
                 place = await here.forecaster.joined(connection, row["queue"])
                 estimate = await _estimate(here, connection, row, place)
+                here.forecaster.note(job_id, ahead=place - 1, delay_seconds=wanted.delay_seconds)
                 body |= {"position": place, "estimate": estimate.as_dict()}
                 await here.forecaster.keep(
                     connection, sender.tenant_id, job_id, estimate, ahead=place - 1
                 )
             if duplicate:
                 body["duplicate_of"] = body["id"]
+            body["poll_after_seconds"] = _poll_after(here, row, estimate)
             return Answer(
                 200 if duplicate else 202, json_text(body), _location(job_id)["Location"], job_id
             )
@@ -126,7 +134,8 @@ async def create_job(request: Request) -> Response:
             connection, key, keep_seconds=here.settings.idempotency_seconds, work=work
         )
     failpoints.hit("api.accepted")
-    headers = {"Location": answer.location, "Retry-After": "1"}
+    after = json.loads(answer.body).get("poll_after_seconds") or 1.0  # an older answer
+    headers = {"Location": answer.location, "Retry-After": str(round(after))}
     if answer.replayed:
         headers["Idempotent-Replayed"] = "true"
     ended = await _ended(here, sender.tenant_id, answer.about, wait_seconds(request))
@@ -151,6 +160,18 @@ async def _estimate(
         started_at=row["started_at"] if row["state"] == JobState.PROCESSING else None,
         progress=row["progress"],
         now=now,
+    )
+
+
+def _poll_after(here: Services, row: db.Row, estimate: Estimate | None) -> float:
+    waits = row["state"] == JobState.QUEUED
+    return here.forecaster.poll_after(
+        row["id"],
+        kind=row["kind"],
+        recipe=row["recipe"],
+        queue=row["queue"],
+        waits=waits,
+        left_seconds=None if waits or estimate is None else estimate.p50_seconds,
     )
 
 
@@ -197,9 +218,10 @@ async def _kind(connection: db.Connection, wanted: NewJob) -> controls.Kind:
 
 
 async def list_jobs(request: Request) -> Response:
-    """Newest first, by `state` (several with commas), `kind` and `queue`."""
+    """Newest first, by `state` (several with commas), `kind`, `queue`, `error_code`,
+    `created_after` and `created_before` (RFC 3339)."""
     sender = await caller(request, "jobs:read")
-    known_parameters(request, "limit", "cursor", "state", "kind", "queue")
+    known_parameters(request, "limit", "cursor", *FILTERS)
     here = services(request)
     page = Page.of(request, sender.tenant_id)
     async with db.acquire(here.pool) as connection:
@@ -207,10 +229,13 @@ async def list_jobs(request: Request) -> Response:
             connection,
             sender.tenant_id,
             before=page.before,
-            states=chosen(request, "state", JobState),
-            kind=request.query_params.get("kind"),
-            queue_name=request.query_params.get("queue"),
             limit=page.limit + 1,
+            states=chosen(request, "state", JobState),
+            kind=worded(request, "kind"),
+            queue_name=worded(request, "queue"),
+            error_code=worded(request, "error_code"),
+            created_after=moment(request, "created_after"),
+            created_before=moment(request, "created_before"),
         )
     return page.response(request, "/v1/jobs", rows, [shown_job(r, [], None) for r in rows])
 
@@ -218,6 +243,7 @@ async def list_jobs(request: Request) -> Response:
 async def read_job_timeline(request: Request) -> Response:
     """Every logged move and stage of a job."""
     sender = await caller(request, "jobs:read")
+    known_parameters(request)
     here = services(request)
     job_id = path_id(request, ids.JOB, "job_id")
     async with db.acquire(here.pool) as connection:
@@ -271,8 +297,14 @@ async def read_job(request: Request) -> Response:
         tag = next(iter(seen)) if light["pending_children"] else f'"{light["version"]}"'
         headers |= {"ETag": f"W/{tag}", "Cache-Control": "private, no-cache"}
         if light["state"] not in JOB_TERMINAL:
-            after = here.forecaster.poll_after(light["kind"], light["recipe"])
-            headers["Retry-After"] = str(round(after))
+            headers |= await poll_after(
+                here,
+                job_id,
+                kind=light["kind"],
+                recipe=light["recipe"],
+                queue=light["queue"],
+                waits=light["state"] == JobState.QUEUED,
+            )
         return Response(status_code=304, headers=headers)
     async with db.acquire(here.pool) as connection:
         row = await jobs.get(connection, sender.tenant_id, job_id)
@@ -282,14 +314,16 @@ async def read_job(request: Request) -> Response:
         position = None
         if row["state"] == JobState.QUEUED:
             position = 1 + await jobs.position(connection, sender.tenant_id, job_id)
+            delay = max((row["run_at"] - datetime.now(UTC)).total_seconds(), 0.0)
+            here.forecaster.note(job_id, ahead=position - 1, delay_seconds=delay)
         estimate = None
         if row["state"] not in JOB_TERMINAL:
             estimate = await _estimate(here, connection, row, position)
     headers |= {"ETag": f"W/{_tag(row)}", "Cache-Control": "private, no-cache"}
-    if row["state"] not in JOB_TERMINAL:
-        after = here.forecaster.poll_after(row["kind"], row["recipe"])
-        headers["Retry-After"] = str(round(after))
     body = shown_job(row, tried, position) | {"estimate": estimate and estimate.as_dict()}
+    if row["state"] not in JOB_TERMINAL:
+        body["poll_after_seconds"] = _poll_after(here, row, estimate)
+        headers["Retry-After"] = str(round(body["poll_after_seconds"]))
     return json_response(body, 200, headers)
 
 
@@ -301,6 +335,7 @@ def _tag(row: db.Row) -> str:
 async def cancel_job(request: Request) -> Response:
     """Cancel a job. 202 while its worker is being told, 200 when it had ended already."""
     sender = await caller(request, "jobs:write")
+    known_parameters(request)
     here = services(request)
     job_id = path_id(request, ids.JOB, "job_id")
     async with db.transaction(here.pool) as connection:
@@ -321,6 +356,7 @@ async def cancel_job(request: Request) -> Response:
 async def replay_job(request: Request) -> Response:
     """Queue a failed job again, with its history kept. 409 when it is not failed."""
     sender = await caller(request, "jobs:write")
+    known_parameters(request)
     here = services(request)
     job_id = path_id(request, ids.JOB, "job_id")
     async with db.transaction(here.pool) as connection:
@@ -370,6 +406,7 @@ def shown_job(row: db.Row, tried: list[db.Row], position: int | None) -> dict[st
         "progress": _progress(row),
         "position": position,
         "estimate": None,
+        "poll_after_seconds": None,
         "attempt": row["attempt"],
         "max_attempts": row["max_attempts"],
         "dead_letter": row["dead_letter"],

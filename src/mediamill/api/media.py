@@ -56,15 +56,18 @@ from mediamill.api.services import (
     json_response,
     json_text,
     known_parameters,
+    moment,
     parse_body,
     path_id,
     plain_text,
     pointers,
+    poll_after,
     services,
     shown_error,
     shown_timeline,
     wait_for,
     wait_seconds,
+    worded,
 )
 from mediamill.egress import Unreachable
 from mediamill.estimates import Work
@@ -77,6 +80,7 @@ from mediamill.sources import PROTOCOL
 from mediamill.states import JobState, MediaState
 
 SCHEMA_VERSION: Final = 1
+FILTERS: Final = ("state", "kind", "recipe", "error_code", "created_after", "created_before")
 _LIVE: Final = frozenset({MediaState.UPLOADED, MediaState.QUEUED, MediaState.PROCESSING})
 _MOVING: Final = _LIVE | {MediaState.AWAITING_UPLOAD}
 _FORM_OVERHEAD: Final = 1 << 20
@@ -183,6 +187,9 @@ class Process(BaseModel):
     schema_version: Literal[1] = 1
     recipe: str | None = Field(default=None, max_length=63)
     recipe_version: int | None = Field(default=None, ge=1)
+    callback_url: str | None = Field(
+        default=None, max_length=2048, description=f"{CALLBACK} It replaces an earlier one."
+    )
 
 
 class Estimate(BaseModel):
@@ -461,19 +468,34 @@ async def complete_media(request: Request) -> Response:
     """Say that the upload is done: it is verified, accepted and queued. Safe to repeat.
 
     202 while there is work ahead, 200 after it. 409 when the object is absent or differs from what
-    was announced: the slot stays open.
+    was announced: the slot stays open. With `Prefer: wait=N` (at most 25 s) the answer comes when
+    the media is at its end.
     """
     sender = await caller(request, "uploads:write")
+    known_parameters(request, "wait")
     here = services(request)
     media_id = path_id(request, ids.MEDIA, "media_id")
+    seconds = wait_seconds(request)
     async with db.transaction(here.pool) as connection:
         first = await uploads.complete(
             connection, here.storage, here.settings, sender.tenant_id, media_id
         )
         body = await shown_media(here, connection, sender.tenant_id, media_id, joining=first)
     failpoints.hit("api.accepted")
-    status = 202 if body["state"] in _LIVE else 200
-    return json_response(body, status, _headers(body) | {"Location": _path(media_id)})
+
+    async def done() -> bool:
+        async with db.acquire(here.pool) as connection:
+            row = await media.version(connection, sender.tenant_id, media_id)
+        return row is None or row["deleted_at"] is not None or row["state"] not in _LIVE
+
+    waited = await wait_for(here, Topic(sender.tenant_id, media_id), seconds, done)
+    if waited:
+        async with db.acquire(here.pool) as connection:
+            body = await shown_media(here, connection, sender.tenant_id, media_id)
+    headers = _headers(body) | {"Location": _path(media_id)}
+    if waited:
+        headers["Preference-Applied"] = f"wait={waited:g}"
+    return json_response(body, 202 if body["state"] in _LIVE else 200, headers)
 
 
 async def read_media(request: Request) -> Response:
@@ -507,8 +529,15 @@ async def read_media(request: Request) -> Response:
     if seen and row is not None and row["deleted_at"] is None and (tag := _tag(here, row)) in seen:
         headers = {"ETag": f"W/{tag}", "Cache-Control": "private, no-cache", **applied}
         if row["state"] in _LIVE:
-            after = here.forecaster.poll_after(row["kind"] or "image", row["recipe"])
-            headers["Retry-After"] = str(round(after))
+            kind = row["kind"] or "image"
+            headers |= await poll_after(
+                here,
+                media_id,
+                kind=kind,
+                recipe=row["recipe"],
+                queue=uploads.births(kind)[0].queue,
+                waits=row["state"] != MediaState.PROCESSING,
+            )
         return Response(status_code=304, headers=headers)
     async with db.acquire(here.pool) as connection:
         body = await shown_media(here, connection, sender.tenant_id, media_id)
@@ -526,10 +555,10 @@ def _tag(here: Services, row: db.Row) -> str:
 
 
 async def list_media(request: Request) -> Response:
-    """Newest first. `state` takes several, separated by commas; `cursor` goes on where a page
-    ended."""
+    """Newest first, by `state` (several with commas), `kind`, `recipe`, `error_code`,
+    `created_after` and `created_before` (RFC 3339); `cursor` goes on where a page ended."""
     sender = await caller(request, "media:read")
-    known_parameters(request, "limit", "cursor", "state")
+    known_parameters(request, "limit", "cursor", *FILTERS)
     here = services(request)
     page = Page.of(request, sender.tenant_id)
     async with db.acquire(here.pool) as connection:
@@ -537,8 +566,13 @@ async def list_media(request: Request) -> Response:
             connection,
             sender.tenant_id,
             before=page.before,
-            states=chosen(request, "state", MediaState),
             limit=page.limit + 1,
+            states=chosen(request, "state", MediaState),
+            kind=worded(request, "kind"),
+            recipe=worded(request, "recipe"),
+            error_code=worded(request, "error_code"),
+            created_after=moment(request, "created_after"),
+            created_before=moment(request, "created_before"),
         )
     return page.response(request, "/v1/media", rows, [list_item(row) for row in rows])
 
@@ -546,6 +580,7 @@ async def list_media(request: Request) -> Response:
 async def read_timeline(request: Request) -> Response:
     """Where the time went: exclusive segments that sum to the total, and one plain sentence."""
     sender = await caller(request, "media:read")
+    known_parameters(request)
     here = services(request)
     media_id = path_id(request, ids.MEDIA, "media_id")
     async with db.acquire(here.pool) as connection:
@@ -568,6 +603,7 @@ async def read_timeline(request: Request) -> Response:
 async def process_media(request: Request) -> Response:
     """Process a media again under a new generation; what is published stays served meanwhile."""
     sender = await caller(request, "media:write")
+    known_parameters(request)
     here = services(request)
     media_id = path_id(request, ids.MEDIA, "media_id")
     raw = await json_body(request)
@@ -576,6 +612,7 @@ async def process_media(request: Request) -> Response:
     key = idempotency_key(
         request, sender, idempotency.fingerprint("json", str(media_id), raw), route=route
     )
+    callback = await Callback.of(here, wanted.callback_url)
     async with db.transaction(here.pool) as connection:
 
         async def work() -> Answer:
@@ -592,6 +629,7 @@ async def process_media(request: Request) -> Response:
                     f"There is no recipe {name!r} in that version.",
                     errors=[{"pointer": "/recipe", "detail": "is not known"}],
                 )
+            await callback.register(connection, sender.tenant_id, media_id)
             generation = await media.reprocess(
                 connection,
                 sender.tenant_id,
@@ -617,6 +655,7 @@ async def process_media(request: Request) -> Response:
 async def delete_media(request: Request) -> Response:
     """Delete a media: its address answers 410 at once, its bytes are gone within seconds."""
     sender = await caller(request, "media:delete")
+    known_parameters(request)
     here = services(request)
     media_id = path_id(request, ids.MEDIA, "media_id")
     async with db.transaction(here.pool) as connection:
@@ -639,6 +678,7 @@ async def delete_media(request: Request) -> Response:
 async def read_variant(request: Request) -> Response:
     """Redirect to the signed address of a variant in the set that is current now."""
     sender = await caller(request, "media:read")
+    known_parameters(request)
     here = services(request)
     media_id = path_id(request, ids.MEDIA, "media_id")
     name = request.path_params["name"]
@@ -705,7 +745,7 @@ async def shown_media(
         "job": job,
         "variants": [_variant(here, v, expires_at) for v in row["variants"]],
         "error": shown_error(row["error"]),
-        "poll_after_seconds": _poll_after(job) if live else None,
+        "poll_after_seconds": _poll_after(here, row, job) if live else None,
         "created_at": iso_time(row["created_at"]),
         "updated_at": iso_time(row["state_at"]),
         "expires_at": iso_time(row["expires_at"]),
@@ -736,6 +776,9 @@ async def _job(
             )
         now = datetime.now(UTC)
         ahead = (position or 1) - 1
+        delay = max((row["run_at"] - now).total_seconds(), 0.0)
+        if state == JobState.QUEUED:
+            here.forecaster.note(row["id"], ahead=ahead, delay_seconds=delay)
         estimate = await here.forecaster.estimate(
             connection,
             kind=row["kind"] or "image",
@@ -743,7 +786,7 @@ async def _job(
             queue=row["queue"],
             ahead=ahead,
             work=Work.of(row),
-            delay_seconds=max((row["run_at"] - now).total_seconds(), 0.0),
+            delay_seconds=delay,
             started_at=row["started_at"] if state == JobState.PROCESSING else None,
             progress=row["progress"],
             now=now,
@@ -821,11 +864,18 @@ def _progress(row: db.Row) -> float | None:
     return None if row["progress"] is None else round(row["progress"], 1)
 
 
-def _poll_after(job: dict[str, Any] | None) -> float:
-    """When asking again is worth it: soon for what is short, at most half a minute."""
-    estimate = job and job["estimate"]
-    left = estimate["p50_seconds"] if estimate else None
-    return 1.0 if left is None else min(max(round(left / 4), 1.0), 30.0)
+def _poll_after(here: Services, row: db.Row, job: dict[str, Any] | None) -> float:
+    kind = row["kind"] or "image"
+    runs = job is not None and job["state"] == JobState.PROCESSING
+    estimate = job["estimate"] if job is not None and runs else None
+    return here.forecaster.poll_after(
+        row["id"],
+        kind=kind,
+        recipe=row["recipe"],
+        queue=row["queue"] or uploads.births(kind)[0].queue,
+        waits=not runs,
+        left_seconds=estimate["p50_seconds"] if estimate else None,
+    )
 
 
 def _headers(body: dict[str, Any]) -> dict[str, str]:

@@ -56,6 +56,7 @@ async def resume_queue(request: Request) -> Response:
 async def cap_queue(request: Request) -> Response:
     """Cap the running jobs of a queue over all workers."""
     await caller(request, "operate")
+    known_parameters(request)
     wanted = parse_body(Cap, await json_body(request))
     name = _name(request)
     async with db.transaction(services(request).pool) as connection:
@@ -89,6 +90,7 @@ async def list_workers(request: Request) -> Response:
 async def drain_worker(request: Request) -> Response:
     """Ask a worker to finish what it runs and leave."""
     await caller(request, "operate")
+    known_parameters(request)
     name = request.path_params["worker"]
     async with db.transaction(services(request).pool) as connection:
         if not await installation.request_drain(connection, name):

@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import json
 from base64 import urlsafe_b64decode, urlsafe_b64encode
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -54,6 +55,8 @@ class Services:
     follower: Follower
     shutting_down: asyncio.Event = field(default_factory=asyncio.Event)
     waiters: int = 0
+    streams: Counter[str] = field(default_factory=Counter)
+    """Open event streams by tenant."""
     transfers: Transfers = field(init=False)
     multiparts: Multiparts = field(init=False)
 
@@ -185,20 +188,33 @@ async def wait_for(
     here.waiters += 1
     clock = asyncio.get_running_loop().time
     deadline = clock() + seconds
-    subscription = await here.follower.subscribe(topic)
     try:
-        while not here.shutting_down.is_set() and not await done():
-            left = deadline - clock()
-            if left <= 0:
-                break
-            with suppress(TimeoutError):
-                async with asyncio.timeout(min(left, _LOOK_SECONDS)):
-                    await subscription.wake.wait()
-            subscription.take()
+        subscription = await here.follower.subscribe(topic)
+        try:
+            while not here.shutting_down.is_set() and not await done():
+                left = deadline - clock()
+                if left <= 0:
+                    break
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(min(left, _LOOK_SECONDS)):
+                        await subscription.wake.wait()
+                subscription.take()
+        finally:
+            here.follower.leave(subscription)
     finally:
-        here.follower.leave(subscription)
         here.waiters -= 1
     return seconds
+
+
+async def poll_after(
+    here: Services, subject: UUID, *, kind: str, recipe: str | None, queue: str, waits: bool
+) -> dict[str, str]:
+    """`Retry-After` for what has not changed: from memory, but for a look now and then."""
+    if here.forecaster.stale:
+        async with db.acquire(here.pool) as connection:
+            await here.forecaster.outlook(connection, queue)
+    after = here.forecaster.poll_after(subject, kind=kind, recipe=recipe, queue=queue, waits=waits)
+    return {"Retry-After": str(round(after))}
 
 
 def known_parameters(request: Request, *names: str) -> None:
@@ -307,6 +323,27 @@ def chosen(request: Request, name: str, known: type[StrEnum]) -> list[str] | Non
             errors=[{"parameter": name, "detail": f"{v!r} is not one of them"} for v in unknown],
         )
     return values
+
+
+def worded(request: Request, name: str) -> str | None:
+    """A filter that takes one word. Raises Refused for what no row could hold."""
+    text = request.query_params.get(name)
+    if text is not None and (not 0 < len(text) <= 128 or "\0" in text):
+        raise _bad_parameter(name, "must be a word of at most 128 characters")
+    return text
+
+
+def moment(request: Request, name: str) -> datetime | None:
+    """A filter that takes a time, RFC 3339; without an offset it is UTC. Raises Refused."""
+    text = request.query_params.get(name)
+    if text is None:
+        return None
+    try:
+        # A plus sign that was not escaped arrives as a space.
+        found = datetime.fromisoformat(text.strip().replace(" ", "+"))
+    except ValueError:
+        raise _bad_parameter(name, "must be a time such as 2026-01-31T12:00:00Z") from None
+    return found if found.tzinfo else found.replace(tzinfo=UTC)
 
 
 @dataclass(frozen=True, slots=True)

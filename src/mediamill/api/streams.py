@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, Final
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, urlencode
 
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
@@ -48,7 +48,7 @@ _REPLAY_MOST: Final = 1000
 _FUTURE: Final = 2**63 - 1
 _SIGNED_SECONDS: Final = 300
 _STREAM: Final = "STREAM"
-_SIGNED: Final = ("tenant", "expires", "key_id", "signature")
+_SIGNED: Final = ("tenant", "api_key", "expires", "key_id", "signature")
 _HEADERS: Final = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache, no-transform",
@@ -111,9 +111,7 @@ async def tenant_events(request: Request) -> Response:
     tenant_id = await _watcher(request, "media:read", "types")
 
     async def snapshot(connection: db.Connection) -> tuple[dict[str, Any], bool]:
-        rows = await media.list_newest(
-            connection, tenant_id, before=None, states=None, limit=_RECENT
-        )
+        rows = await media.list_newest(connection, tenant_id, before=None, limit=_RECENT)
         return {
             "schema_version": SCHEMA_VERSION,
             "media": [list_item(row) for row in rows],
@@ -123,7 +121,8 @@ async def tenant_events(request: Request) -> Response:
 
 
 async def create_stream_url(request: Request) -> Response:
-    """An address for an EventSource, which cannot send a key. It opens for five minutes."""
+    """An address for an EventSource, which cannot send a key. It opens for five minutes; what it
+    opened ends with the key that asked for it."""
     sender = await caller(request, "media:read")
     known_parameters(request)
     here = services(request)
@@ -141,14 +140,19 @@ async def create_stream_url(request: Request) -> Response:
                 raise Refused(Code.NOT_FOUND)
             path = f"/v1/jobs/{wanted.job_id}/events"
     expires = int(time.time()) + _SIGNED_SECONDS
-    grant = signing.Grant(_STREAM, f"{sender.tenant_id}{path}", expires)
+    grant = _grant(sender.tenant_id, sender.key_id, path, expires)
     query = signing.sign(here.installation.keyring, grant).partition("?")[2]
+    whose = {"tenant": sender.tenant_id, "api_key": sender.key_id}
     body = {
         "schema_version": SCHEMA_VERSION,
-        "url": f"{here.settings.base_url}{path}?tenant={sender.tenant_id}&{query}",
+        "url": f"{here.settings.base_url}{path}?{urlencode(whose)}&{query}",
         "expires_at": iso_time(datetime.fromtimestamp(expires, UTC)),
     }
     return json_response(body, 201, {"Cache-Control": "no-store"})
+
+
+def _grant(tenant_id: str, key_id: str, path: str, expires: int) -> signing.Grant:
+    return signing.Grant(_STREAM, f"{tenant_id}/{key_id}{path}", expires)
 
 
 async def _watcher(request: Request, scope: str, *more: str) -> str:
@@ -160,14 +164,17 @@ async def _watcher(request: Request, scope: str, *more: str) -> str:
     expires = query.get("expires", "")
     if not expires.isascii() or not expires.isdigit() or len(expires) > 12:
         raise Refused(Code.SIGNATURE_INVALID)
-    tenant_id = query.get("tenant", "")
+    tenant_id, key_id = query.get("tenant", ""), query.get("api_key", "")
+    here = services(request)
     signing.verify(
-        services(request).installation.keyring,
-        signing.Grant(_STREAM, f"{tenant_id}{request.url.path}", int(expires)),
+        here.installation.keyring,
+        _grant(tenant_id, key_id, request.url.path, int(expires)),
         key_id=query.get("key_id", ""),
         signature=query["signature"],
         now=time.time(),
     )
+    if not await here.keychain.stands(tenant_id, key_id):
+        raise Refused(Code.UNAUTHENTICATED)
     return tenant_id
 
 
@@ -177,20 +184,55 @@ async def _open(
     here = services(request)
     last = _last_event_id(request)
     wanted = _types(request)
-    if here.follower.count >= here.settings.max_event_streams:
-        raise Refused(Code.TOO_BUSY, headers={"Retry-After": str(random.randint(2, 15))})  # noqa: S311
-    subscription = await here.follower.subscribe(topic)
+    _admit(here, topic.tenant_id)
+    here.streams[topic.tenant_id] += 1
+    try:
+        subscription = await here.follower.subscribe(topic)
+    except BaseException:
+        _forget(here, topic.tenant_id)
+        raise
     try:
         first, over = await _begin(
             here, subscription, snapshot, ends=ends, last=last, wanted=wanted
         )
     except BaseException:
-        here.follower.leave(subscription)
+        _leave(here, subscription)
         raise
     if over and not first:
-        here.follower.leave(subscription)
+        _leave(here, subscription)
         return Response(status_code=204)  # an EventSource does not come back after this
     return _Stream(request, here, subscription, first, over=over, ends=ends, wanted=wanted)
+
+
+def _admit(here: Services, tenant_id: str) -> None:
+    """Raises Refused when this process, or this tenant in it, has as many streams as it may."""
+    later = {"Retry-After": str(random.randint(2, 15))}  # noqa: S311
+    most = here.settings.max_event_streams_per_tenant
+    if here.streams[tenant_id] >= most:
+        raise Refused(
+            Code.TOO_MANY_STREAMS,
+            f"At most {most} streams of a tenant are open at a time.",
+            limit={
+                "name": "event_streams_per_tenant",
+                "allowed": most,
+                "seen": most + 1,
+                "unit": "streams",
+            },
+            headers=later,
+        )
+    if here.follower.count >= here.settings.max_event_streams:
+        raise Refused(Code.TOO_BUSY, headers=later)
+
+
+def _leave(here: Services, subscription: Subscription) -> None:
+    here.follower.leave(subscription)
+    _forget(here, subscription.topic.tenant_id)
+
+
+def _forget(here: Services, tenant_id: str) -> None:
+    here.streams[tenant_id] -= 1
+    if here.streams[tenant_id] <= 0:
+        del here.streams[tenant_id]
 
 
 async def _begin(
@@ -276,6 +318,8 @@ class _Stream(Response):
         self._ends = ends
         self._wanted = wanted
         self._token = bearer(request)
+        self._signed = "signature" in request.query_params
+        self._key_id = request.query_params.get("api_key", "")
         self._gone = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -288,7 +332,7 @@ class _Stream(Response):
             if not self._gone:
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            self._here.follower.leave(self._subscription)
+            _leave(self._here, self._subscription)
             watch.cancel()
             with suppress(asyncio.CancelledError):
                 await watch
@@ -329,10 +373,11 @@ class _Stream(Response):
                 return
 
     async def _still_allowed(self) -> bool:
-        """Whether the key is still good; a signed address was good when it was opened."""
-        if self._token is None:
-            return True
+        """Whether the key is still good, by which the stream or its signed address was opened."""
+        keychain = self._here.keychain
         try:
-            return await self._here.keychain.identify(self._token) is not None
+            if self._signed:
+                return await keychain.stands(self._subscription.topic.tenant_id, self._key_id)
+            return self._token is not None and await keychain.identify(self._token) is not None
         except db.Unavailable:
             return True

@@ -603,8 +603,11 @@ WHERE tenant_id = $1
   AND ($3::text[] IS NULL OR state = ANY($3))
   AND ($4::text IS NULL OR kind = $4)
   AND ($5::text IS NULL OR queue = $5)
+  AND ($6::text IS NULL OR error ->> 'code' = $6)
+  AND ($7::timestamptz IS NULL OR created_at >= $7)
+  AND ($8::timestamptz IS NULL OR created_at < $8)
 ORDER BY id DESC
-LIMIT $6
+LIMIT $9
 
 -- name: dead_letters
 -- Newest first, below the cursor $2; filters that are NULL do not count.

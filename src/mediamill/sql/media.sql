@@ -17,7 +17,8 @@ SELECT 1 FROM opened
 -- name: accept
 -- moves: media awaiting_upload -> uploaded, media uploaded -> queued, job -> queued
 -- The original is pinned and its jobs are born, in one statement; no row when another call was first.
--- $5.. are parallel arrays of the jobs: ids, kinds, queues, roles, priorities.
+-- $5.. are parallel arrays of the jobs: ids, kinds, queues, roles, priorities. $11 is when the object
+-- was stored, or NULL.
 WITH accepted AS (
     UPDATE media
     SET state = 'queued', object_version = $3, uploaded_at = now(), generation = 1, kind = $4,
@@ -34,12 +35,14 @@ WITH accepted AS (
              AS j (id, kind, queue, role, priority)
     RETURNING tenant_id, id, media_id, role, turn
 ), logged AS (
-    INSERT INTO transitions (tenant_id, subject, media_id, job_id, from_state, to_state)
-    SELECT tenant_id, 'media', id, NULL::uuid, 'awaiting_upload', 'uploaded' FROM accepted
+    INSERT INTO transitions (tenant_id, subject, media_id, job_id, from_state, to_state, details)
+    SELECT tenant_id, 'media', id, NULL::uuid, 'awaiting_upload', 'uploaded',
+           jsonb_build_object('stored_at', $11::timestamptz)
+    FROM accepted
     UNION ALL
-    SELECT tenant_id, 'media', id, NULL, 'uploaded', 'queued' FROM accepted
+    SELECT tenant_id, 'media', id, NULL, 'uploaded', 'queued', NULL FROM accepted
     UNION ALL
-    SELECT tenant_id, 'job', media_id, id, NULL, 'queued' FROM born
+    SELECT tenant_id, 'job', media_id, id, NULL, 'queued', NULL FROM born
 ), announced AS (
     INSERT INTO events (tenant_id, type, media_id, job_id, data)
     SELECT tenant_id, 'media.uploaded', id, NULL::uuid, jsonb_build_object('state', 'uploaded')
@@ -263,7 +266,8 @@ SELECT id, kind, filename, content_type, size, sha256, upload_key, object_versio
 FROM media WHERE tenant_id = $1 AND id = $2
 
 -- name: list
--- Newest first (ids sort by time), below the cursor $2 when there is one; $3 states or NULL; $4 rows.
+-- Newest first (ids sort by time), below the cursor $2 when there is one; filters that are NULL do not
+-- count.
 SELECT id, state, kind, filename, content_type, size, detected_type, width, height,
        duration_seconds, recipe, recipe_version, generation, error, created_at, state_at, expires_at,
        preview, version
@@ -271,8 +275,13 @@ FROM media
 WHERE tenant_id = $1 AND deleted_at IS NULL
   AND ($2::uuid IS NULL OR id < $2)
   AND ($3::text[] IS NULL OR state = ANY($3))
+  AND ($4::text IS NULL OR kind = $4)
+  AND ($5::text IS NULL OR recipe = $5)
+  AND ($6::text IS NULL OR error ->> 'code' = $6)
+  AND ($7::timestamptz IS NULL OR created_at >= $7)
+  AND ($8::timestamptz IS NULL OR created_at < $8)
 ORDER BY id DESC
-LIMIT $4
+LIMIT $9
 
 -- name: delete
 -- A tombstone at once; the bytes go with the erasure. What could name a person is forgotten.

@@ -102,7 +102,9 @@ SELECT pg_advisory_xact_lock(hashtext('mediamill webhooks'))
 -- name: claim
 -- Due deliveries for $1 free slots: at most $2 in flight per endpoint, the endpoint that waited longest
 -- first. One whose breaker has tripped ($4 failures) gets a single probe, and failing endpoints share
--- $5 slots, so that they never hold those of the others.
+-- $5 slots, so that they never hold those of the others. $6 and $7 are what each tenant has on its way
+-- here: the one with the least comes first, and none gets more than $8, so that endpoints that are new
+-- and hang leave room to the other tenants.
 WITH busy AS (
     SELECT d.tenant_id, d.endpoint_id, count(*) AS flying
     FROM deliveries AS d
@@ -128,10 +130,18 @@ WITH busy AS (
     SELECT c.*, row_number() OVER (PARTITION BY c.failing
                                    ORDER BY c.served_at NULLS FIRST, c.due_at) AS place
     FROM candidates AS c
-), chosen AS (
-    SELECT o.tenant_id, o.id, o.endpoint_id FROM ordered AS o, standing AS s
+), shared AS (
+    SELECT o.*, coalesce(h.flying, 0)
+                + row_number() OVER (PARTITION BY o.tenant_id
+                                     ORDER BY o.served_at NULLS FIRST, o.due_at) AS share
+    FROM ordered AS o
+    CROSS JOIN standing AS s
+    LEFT JOIN unnest($6::text[], $7::int[]) AS h (tenant_id, flying) ON h.tenant_id = o.tenant_id
     WHERE NOT o.failing OR o.place <= greatest(0, $5 - s.failing_flying)
-    ORDER BY o.served_at NULLS FIRST, o.due_at
+), chosen AS (
+    SELECT tenant_id, id, endpoint_id FROM shared
+    WHERE share <= $8
+    ORDER BY share, served_at NULLS FIRST, due_at
     LIMIT $1
 ), taken AS (
     UPDATE deliveries AS d

@@ -7,7 +7,7 @@ written once and never changed.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Final, Protocol
@@ -35,6 +35,8 @@ class Stored:
 
     size: int
     version: str
+    at: datetime | None = field(default=None, compare=False)
+    """When it was stored, by the storage's own clock, where that is known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import re
 import shutil
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from datetime import datetime
+from datetime import UTC, datetime
 from io import BufferedReader
 from pathlib import Path
 from typing import Final, TypeVar
@@ -577,7 +577,8 @@ def _last_change(entry: os.DirEntry[str]) -> float:
 
 def _stored(stat: os.stat_result) -> Stored:
     # The inode's birth is one write: size, inode and time of change of content name these bytes.
-    return Stored(stat.st_size, f"{stat.st_size:x}-{stat.st_ino:x}-{stat.st_mtime_ns:x}")
+    version = f"{stat.st_size:x}-{stat.st_ino:x}-{stat.st_mtime_ns:x}"
+    return Stored(stat.st_size, version, datetime.fromtimestamp(stat.st_mtime, UTC))
 
 
 def _link_or_copy(source: Path, destination: Path) -> None:

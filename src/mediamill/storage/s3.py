@@ -878,7 +878,8 @@ def _below(key: str, prefix: str) -> bool:
 
 
 def _stored(meta: Any) -> Stored:
-    return Stored(meta["size"], _version(meta["e_tag"], meta["version"]))
+    version = _version(meta["e_tag"], meta["version"])
+    return Stored(meta["size"], version, meta["last_modified"])
 
 
 def _version(etag: str | None, version: str | None) -> str:
