@@ -39,7 +39,11 @@ class Conformance:
         content = bytes(range(256)) * 5000
         stored = await store.put("uploads/t/m/n/original", write(tmp_path, content))
         assert stored.size == len(content)
-        assert await store.stat("uploads/t/m/n/original") == stored
+        found = await store.stat("uploads/t/m/n/original")
+        assert found == stored
+        assert found is not None
+        assert found.at is not None
+        assert abs(found.at.timestamp() - time.time()) < 300
         destination = tmp_path / "fetched"
         digest = await store.fetch("uploads/t/m/n/original", stored.version, destination)
         assert destination.read_bytes() == content
