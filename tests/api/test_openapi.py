@@ -17,7 +17,7 @@ from mediamill.api.media import FILTERS, MediaBody, NewMedia, Process
 pytestmark = pytest.mark.anyio
 
 # What is spoken here is tus, whose own document describes it.
-TUS = {"/v1/uploads", "/v1/uploads/", "/v1/uploads/{upload_id}"}
+TUS = {"/v1/uploads", "/v1/uploads/", "/v1/uploads/{upload_id:upload}"}
 
 
 def operations(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:

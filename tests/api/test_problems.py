@@ -422,6 +422,9 @@ async def test_an_unknown_address_and_method_speak_the_same_language(api: Api) -
     answer = await api.client.put("/v1/media")
     check_problem(answer, 405, "method_not_allowed")
     assert {m.strip() for m in answer.headers["allow"].split(",")} >= {"GET", "POST"}
+    for method in ("PATCH", "DELETE", "HEAD"):  # not the upload of that id
+        answer = await api.client.request(method, "/v1/uploads/multipart")
+        assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
 
 
 async def test_every_answer_carries_a_request_id_that_the_client_may_choose(api: Api) -> None:

@@ -14,6 +14,7 @@ from uuid import uuid4
 
 from fastapi import FastAPI
 from pydantic import BaseModel
+from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -58,6 +59,15 @@ class _Route:
     status: int = 200
     model: Any = None
     more: dict[str, Any] = field(default_factory=dict)
+
+
+class _UploadId(StringConvertor):
+    """An upload's id, which is not the name of the collection beside it."""
+
+    regex = "(?!multipart$)[^/]+"
+
+
+register_url_convertor("upload", _UploadId())
 
 
 def create_app(services: Services) -> FastAPI:
@@ -435,7 +445,11 @@ _PLAIN: Final[tuple[tuple[str, Endpoint, list[str]], ...]] = (
     ("/storage/{key:path}", storage.preflight, ["OPTIONS"]),
     ("/v1/uploads", resumable.collection, ["POST", "OPTIONS"]),
     ("/v1/uploads/", resumable.collection, ["POST", "OPTIONS"]),
-    ("/v1/uploads/{upload_id}", resumable.upload, ["HEAD", "PATCH", "DELETE", "POST", "OPTIONS"]),
+    (
+        "/v1/uploads/{upload_id:upload}",
+        resumable.upload,
+        ["HEAD", "PATCH", "DELETE", "POST", "OPTIONS"],
+    ),
     ("/uppy/{token}/s3/{rest:path}", multipart.uppy, ["GET", "POST", "DELETE", "OPTIONS"]),
     ("/internal/storage-events/{source}", storage_events.receive, ["POST"]),
     ("/internal/storage-events/{source}", storage_events.may_send, ["OPTIONS"]),
