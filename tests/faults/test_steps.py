@@ -37,6 +37,10 @@ ELSEWHERE = {
     "attempt.tool": "below, with a clip",
     "attempt.published_early": "stories/test_streaming.py",
     "attempt.kept": "stories/test_streaming.py",
+    "tus.part": "stories/test_resumable.py",
+    "tus.stored": "stories/test_resumable.py",
+    "tus.swept": "stories/test_s3.py",
+    "webhook.sent": "stories/test_telling.py",
     "maintenance.rescue": "test_duties.py",
     "maintenance.erase": "test_duties.py",
 }
