@@ -611,7 +611,7 @@ async def _now(connection: db.Connection) -> datetime:
 async def _empty(connection: db.Connection) -> None:
     await connection.execute(
         "TRUNCATE jobs, attempts, transitions, events, effects, mediamill_tickets,"
-        " mediamill_ticket_log"
+        " mediamill_ticket_log CASCADE"
     )
 
 
