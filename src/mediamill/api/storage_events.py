@@ -14,8 +14,7 @@ from starlette.responses import Response
 
 from mediamill import storage_events
 from mediamill.api.services import json_response, services
-from mediamill.config import Settings
-from mediamill.egress import Egress, Policy
+from mediamill.egress import Egress
 from mediamill.failures import Code, Failure, Refused
 from mediamill.observability import Metrics
 from mediamill.storage_events import Handshake, Unreadable
@@ -44,7 +43,7 @@ async def receive(request: Request) -> Response:
     for hint in found:
         if isinstance(hint, Handshake):
             if hint.confirm_url is not None:
-                await _confirm(here.settings, hint.confirm_url)
+                await _confirm(here.egress, hint.confirm_url)
             log.info("storage_events_confirmed", provider=hint.provider)
             return json_response(dict(hint.answer), 200)
         outcome = await storage_events.follow(here.pool, here.storage, here.settings, hint)
@@ -53,18 +52,14 @@ async def receive(request: Request) -> Response:
     return json_response({"schema_version": 1, **outcomes}, 200)
 
 
-async def _confirm(settings: Settings, url: str) -> None:
+async def _confirm(egress: Egress, url: str) -> None:
     """Call the address that confirms a subscription, if it is one of the sender's own. Raises
     Refused, Failure."""
     if not _SNS_ADDRESS.match(url):
         raise Refused(Code.SOURCE_NOT_ALLOWED, "SubscribeURL is not an address of SNS.")
-    egress = Egress(Policy.of(settings))
-    try:
-        async with egress.call("GET", url) as reply:
-            if reply.status != HTTPStatus.OK:
-                raise Failure(Code.TARGET_UNREACHABLE, f"SNS answered {reply.status}.")
-    finally:
-        egress.close()
+    async with egress.call("GET", url) as reply:
+        if reply.status != HTTPStatus.OK:
+            raise Failure(Code.TARGET_UNREACHABLE, f"SNS answered {reply.status}.")
 
 
 async def may_send(request: Request) -> Response:
