@@ -57,7 +57,9 @@ fix: $(DEV)  ## format and repair what can be repaired
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: $(DEV)  ## write the generated tables into docs/reference
+docs: $(DEV)  ## write what is generated: the reference pages, and the blocking client from its twin
+	$(BIN)/python -m mediamill.client.twin
+	$(BIN)/ruff format --quiet src/mediamill/client/blocking.py
 	$(BIN)/python -m mediamill.reference docs/reference
 
 bench-accept: $(DEV)  ## accepting a job, against a bare durable INSERT

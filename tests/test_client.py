@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -37,6 +40,7 @@ from mediamill.client import (
     WaitTimeout,
     WorkFailed,
     blocking,
+    twin,
     unwrap,
 )
 from mediamill.client.errors import AddressExpired, problem
@@ -111,6 +115,17 @@ def test_both_clients_have_the_same_names_and_signatures() -> None:
                     assert doc == inspect.getdoc(getattr(there, method)), method
 
 
+def test_the_blocking_client_is_what_its_twin_makes_of_it() -> None:
+    formatted = subprocess.run(
+        [Path(sys.executable).with_name("ruff"), "format", "--stdin-filename", "x.py", "-"],
+        input=twin.blocking(),
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert Path(blocking.__file__).read_text("utf-8") == formatted, "run `make docs`"
+
+
 def test_every_failure_code_has_an_error_that_fits_its_status() -> None:
     kinds: dict[int, type[Problem]] = {
         400: InvalidRequest,
@@ -168,6 +183,7 @@ async def test_a_file_is_uploaded_with_progress(served: Served, big: Path, way: 
 async def test_another_process_goes_on_where_the_first_one_stopped(
     served: Served, big: Path, tmp_path: Path, way: Any
 ) -> None:
+    big.write_bytes(b"\xff\xd8\xff\xe0" + bytes(40 * _MIB))
     state = tmp_path / "state" / "big.json"
     seen: list[Progress] = []
 
@@ -189,6 +205,77 @@ async def test_another_process_goes_on_where_the_first_one_stopped(
     # What had arrived is not sent again: the first word is of what is beyond it.
     assert seen[0].done_bytes is not None
     assert seen[0].done_bytes >= 8 * _MIB
+
+
+class Meeting(httpx.HTTPTransport):
+    """Lets PUTs go on only when several are under way."""
+
+    def __init__(self, parties: int) -> None:
+        super().__init__()
+        self._met = threading.Barrier(parties, timeout=20)
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        if request.method == "PUT" and request.headers["content-length"] != "4":
+            self._met.wait()
+        return super().handle_request(request)
+
+
+async def test_parts_are_sent_side_by_side_and_the_first_that_fails_ends_the_others(
+    served: Served, big: Path
+) -> None:
+    seen: list[Progress] = []
+
+    def work() -> None:
+        with _client(served, transport=Meeting(2)) as client:
+            media = client.media.submit(big, way="multipart", on_progress=seen.append)
+            assert media.state == "queued"
+        first = [True]
+        lost = Faulty(lambda r: r.method == "PUT" and bool(first) and first.pop())
+        with (
+            _client(served, transport=lost, max_retries=0) as client,
+            pytest.raises(ConnectionFailed, match="was cut"),
+        ):
+            client.media.submit(big, way="multipart")
+
+    await asyncio.to_thread(work)
+    percents = [p.percent for p in seen if p.percent is not None]
+    assert percents == sorted(percents)
+    assert percents[-1] == 100.0
+
+
+async def test_a_slot_is_filled_by_somebody_else_and_an_address_is_fetched(
+    served: Served,
+) -> None:
+    def work() -> None:
+        with _client(served) as client:
+            slot = client.media.open(12, filename="a.jpg", content_type="image/jpeg")
+            assert slot.state == "awaiting_upload"
+            with pytest.raises(Conflict):
+                client.media.complete(slot)
+            up = slot.upload
+            httpx.request(
+                up.method, up.url, headers=up.headers, content=b"\xff\xd8\xff\xe0 another"
+            )
+            assert client.media.complete(slot).state == "queued"
+            assert client.media.complete(slot.id).state == "queued"
+            fetched = client.media.fetch("http://127.0.0.1:9/film.mp4", recipe="web")
+            assert (fetched.state, fetched.filename) == ("awaiting_upload", "film.mp4")
+            with pytest.raises(InvalidRequest) as caught:
+                client.media.fetch("http://169.254.169.254/")
+            assert caught.value.errors[0]["pointer"] == "/source/url"
+            token = client.media.upload_token(ttl_seconds=60)
+            assert token.companion_url.endswith(token.token)
+            for address in (
+                client.stream_url(),
+                client.media.stream_url(slot),
+                client.jobs.stream_url(next(client.jobs.list())),
+            ):
+                with httpx.stream("GET", address.url, timeout=10) as stream:
+                    assert stream.status_code == 200
+            with pytest.raises(NotFound, match="inbox"):
+                client.webhooks.inbox()
+
+    await asyncio.to_thread(work)
 
 
 async def test_a_file_that_changed_is_uploaded_anew(
