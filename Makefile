@@ -57,10 +57,11 @@ fix: $(DEV)  ## format and repair what can be repaired
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: $(DEV)  ## write what is generated: the reference pages, and the blocking client from its twin
+docs: $(DEV)  ## write the reference pages and the blocking client's source, then the site into build/site
 	$(BIN)/python -m mediamill.client.twin
 	$(BIN)/ruff format --quiet src/mediamill/client/blocking.py
 	$(BIN)/python -m mediamill.reference docs/reference
+	$(BIN)/python docs/build_site.py
 
 bench-accept: $(DEV)  ## accepting a job, against a bare durable INSERT
 	$(BIN)/python benchmarks/bench_accept.py

@@ -7,14 +7,18 @@ import json
 import re
 import sys
 import tomllib
+from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any, cast
 
-from mediamill import events, recipes
+import click
+
+from mediamill import cli, events, failure_pages, recipes
 from mediamill.api.app import create_app
 from mediamill.api.services import Services
 from mediamill.failures import Code
+from mediamill.observability import Metrics
 from mediamill.states import JOB_MOVES, MEDIA_FOLLOWS_JOB, MEDIA_MOVES, JobState, MediaState
 
 _GENERATED = "<!-- Written by `make docs` from the code; change it there. -->\n"
@@ -27,6 +31,10 @@ def pages() -> dict[str, str]:
         "settings.md": settings(),
         "states.md": states(),
         "events.md": events_(),
+        "metrics.md": metrics(),
+        "command-line.md": command_line(),
+        "http.md": http(),
+        **{f"failures/{code.code}.md": failure_pages.markdown(code) for code in Code},
         "recipe.schema.json": json.dumps(recipes.schema(), indent=2) + "\n",
         "openapi.json": json.dumps(openapi(), indent=1, sort_keys=True) + "\n",
     }
@@ -35,7 +43,8 @@ def pages() -> dict[str, str]:
 def failures() -> str:
     """The table of codes."""
     rows = [
-        f"| `{c.code}` | {c.status} | {c.verdict} | {c.title} | {_escaped(c.advice)} |"
+        f"| [`{c.code}`](failures/{c.code}.md) | {c.status} | {c.verdict} | {c.title} "
+        f"| {_escaped(c.advice)} |"
         for c in Code
     ]
     return "\n".join(
@@ -44,7 +53,8 @@ def failures() -> str:
             "",
             _GENERATED,
             "One vocabulary for HTTP problems, the `error` of a media or job, events and dead "
-            "letters. A code is never renamed or reused.",
+            "letters. A code is never renamed or reused. Each has a page with what brings it about "
+            "and how it looks; the `type` of a problem leads to the same page at your API.",
             "",
             "*Verdict* says what the engine does about a failed attempt: `permanent` fails at "
             "once, `transient` is tried again with growing delays, `resource` once more, `crash` "
@@ -55,6 +65,106 @@ def failures() -> str:
             *rows,
             "",
         ]
+    )
+
+
+def metrics() -> str:
+    """The metrics, from the registry that exposes them."""
+    found = sorted(Metrics().registry.collect(), key=lambda family: family.name)
+    labels = {m._name: m._labelnames for m in vars(Metrics()).values() if hasattr(m, "_labelnames")}
+    rows = []
+    for family in found:
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        told = ", ".join(f"`{label}`" for label in labels[family.name])
+        rows.append(f"| `{name}` | {family.type} | {told} | {_escaped(family.documentation)} |")
+    return "\n".join(
+        [
+            "# Metrics",
+            "",
+            _GENERATED,
+            "Prometheus text at `GET /metrics` of each API process. No label ever holds a tenant, "
+            "an id or an address. [What to watch](../../deploy/README.md) has alert rules.",
+            "",
+            "| metric | type | labels | what it says |",
+            "|---|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
+
+
+def command_line() -> str:
+    """Every command with its options, as `--help` has them."""
+    lines = [
+        "# Commands",
+        "",
+        _GENERATED,
+        "What `--help` says. [The command line](../commands.md) tells what they are for, and the "
+        "exit codes.",
+        "",
+    ]
+    for path, command in _commands(cli.main, "mediamill"):
+        with click.Context(command, info_name=path) as context:
+            usage = " ".join([path, *command.collect_usage_pieces(context)])
+            says = inspect.cleandoc(command.help or "").replace("\n", " ").replace("  ", "\n\n")
+            lines += [f"## {path}", "", "```", usage, "```", "", says, ""]
+            rows = [
+                record
+                for parameter in command.params
+                if isinstance(parameter, click.Option)
+                and not parameter.hidden
+                and (record := parameter.get_help_record(context)) is not None
+            ]
+            if rows:
+                lines += ["| option | |", "|---|---|"]
+                lines += [f"| `{_escaped(o)}` | {_escaped(says)} |" for o, says in rows]
+                lines.append("")
+    return "\n".join(lines)
+
+
+def _commands(command: click.Command, path: str) -> Iterator[tuple[str, click.Command]]:
+    if not isinstance(command, click.Group):
+        yield path, command
+        return
+    for name, below in sorted(command.commands.items()):
+        yield from _commands(below, f"{path} {name}")
+
+
+def http() -> str:
+    """The routes of the API, with what each needs and answers."""
+    document = openapi()
+    lines = [
+        "# HTTP API",
+        "",
+        _GENERATED,
+        "Every request carries `Authorization: Bearer <key>`. Bodies are JSON; refusals are "
+        "[problems](failures.md). The whole contract is [openapi.json](openapi.json), which an "
+        "installation also serves at `/openapi.json`; uploads by tus are described "
+        "[line by line](tus.md).",
+        "",
+    ]
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            says = inspect.cleandoc(operation["description"])
+            lines += [f"## {method.upper()} {path}", "", says, ""]
+            given = [f"`{p['name']}`" for p in operation.get("parameters", []) if p["in"] != "path"]
+            fields = _fields(operation)
+            done = [c for c in operation["responses"] if c.startswith(("2", "3"))]
+            lines += [f"Parameters: {', '.join(given)}.", ""] if given else []
+            lines += [f"Body: {fields}.", ""] if fields else []
+            lines += [f"Answers {', '.join(done)}.", ""]
+    return "\n".join(lines)
+
+
+def _fields(operation: dict[str, Any]) -> str:
+    """The fields of a JSON body, those that must be there in bold."""
+    content = operation.get("requestBody", {}).get("content", {})
+    schema = content.get("application/json", {}).get("schema", {})
+    must = schema.get("required", [])
+    return ", ".join(
+        f"**`{name}`**" if name in must else f"`{name}`"
+        for name in schema.get("properties", {})
+        if name != "schema_version"
     )
 
 
@@ -163,6 +273,7 @@ def _escaped(text: str) -> str:
 def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in pages().items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text, "utf-8")
 
 

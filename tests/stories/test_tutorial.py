@@ -1,0 +1,91 @@
+"""The tutorial, run as it stands."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.stories.clips import Clips
+from tests.stories.harness import Platform
+
+_PAGE = Path(__file__).parents[2] / "docs" / "tutorial.md"
+_SEPARATOR = "=== next block ==="
+
+
+@pytest.mark.long
+@pytest.mark.timeout(180)
+def test_every_block_of_the_tutorial_runs_and_answers_as_it_says(
+    platform: Platform,
+    clips: Clips,
+    tmp_path: Path,
+) -> None:
+    platform.start_api()
+    platform.start_worker("image=1,video=1,maintenance=1")
+    folder = tmp_path / "here"
+    (folder / ".mediamill").mkdir(parents=True)
+    (folder / ".mediamill" / "api-key").write_text(platform.key + "\n")
+    (folder / "holiday.jpg").write_bytes(clips.photo)
+    (folder / "clip.mp4").write_bytes(clips.clip)
+    page = _PAGE.read_text()
+    page = page.replace("http://127.0.0.1:8080", platform.url)
+    blocks = re.findall(r"^```(sh|json|python)\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    script = f"\necho; echo '{_SEPARATOR}'\n".join(text for kind, text in blocks if kind == "sh")
+    env = {k: v for k, v in os.environ.items() if not k.startswith("MEDIAMILL_")}
+    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
+
+    def ran(argv: list[str], **more: str) -> str:
+        done = subprocess.run(
+            argv,
+            cwd=folder,
+            env=env | more,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        return done.stdout
+
+    answers = ran(["bash", "-euc", script]).split(_SEPARATOR)
+    assert len(answers) == sum(kind == "sh" for kind, _ in blocks)
+    checked = 0
+    for (kind, text), (next_kind, shown) in itertools.pairwise(blocks):
+        if kind == "sh":
+            answer = answers.pop(0)
+            if next_kind == "json":
+                assert_shown(json.loads(answer.strip()), json.loads(shown), text)
+                checked += 1
+    assert checked == sum(kind == "json" for kind, _ in blocks)
+    assert len(list((folder / "out").rglob("*.avif"))) >= 1
+
+    (python,) = (text for kind, text in blocks if kind == "python")
+    said = ran(
+        [sys.executable, "-c", python],
+        MEDIAMILL_URL=platform.url,
+        MEDIAMILL_API_KEY=platform.key,
+    )
+    assert "stage='ready'" in said
+    assert f" {platform.url}/" in said
+
+
+def assert_shown(answer: Any, shown: Any, where: str) -> None:
+    """What the page shows is in the answer; an ellipsis stands for anything."""
+    match shown:
+        case dict():
+            for name, value in shown.items():
+                assert name in answer, (where, name)
+                assert_shown(answer[name], value, where)
+        case list():
+            assert_shown(answer[0], shown[0], where)
+        case str() if "…" in shown:
+            pattern = ".*".join(re.escape(piece) for piece in shown.split("…"))
+            assert re.fullmatch(pattern, str(answer), re.DOTALL), (where, shown, answer)
+        case _:
+            assert answer == shown, (where, shown, answer)
