@@ -303,6 +303,119 @@ def test_a_file_is_processed_without_any_server(
     assert result.exit_code == Exit.USAGE
 
 
+async def test_a_shell_is_offered_what_the_server_has(
+    served: Served, cli: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = await served.api.queued()
+    dead = await dead_letter(served)
+
+    async def offered(*words: str, begun: str = "") -> list[str]:
+        monkeypatch.setenv("_MEDIAMILL_COMPLETE", "bash_complete")
+        monkeypatch.setenv("COMP_WORDS", " ".join(["mediamill", *words, begun]))
+        monkeypatch.setenv("COMP_CWORD", str(len(words) + 1))
+        result = await asyncio.to_thread(
+            CliRunner().invoke, main, [], prog_name="mediamill", complete_var="_MEDIAMILL_COMPLETE"
+        )
+        return [line.partition(",")[2] for line in result.stdout.splitlines() if line]
+
+    assert body["id"] in await offered("media", "get")
+    assert body["job"]["id"] in await offered("jobs", "cancel", begun="job_")
+    assert await offered("jobs", "cancel", begun="med_") == []
+    assert await offered("dlq", "replay") == [dead]
+    assert await offered("submit", "--recipe", begun="w") == ["web"]
+    assert "worker_crashed" in await offered("dlq", "list", "--code", begun="worker")
+    assert await offered("trigger", begun="media.re") == ["media.ready"]
+    monkeypatch.setenv("MEDIAMILL_URL", "http://127.0.0.1:9")
+    assert await offered("media", "get") == []
+
+
+async def test_lists_are_filtered_and_addresses_are_fetched(served: Served, cli: Run) -> None:
+    await served.api.queued()
+    dead = await dead_letter(served)
+    listed = await cli("jobs", "list", "--code", "worker_crashed", "-o", "ids")
+    assert listed.stdout.split() == [dead]
+    assert (await cli("media", "list", "--kind", "video", "-o", "ids")).stdout == ""
+    failed = await cli("media", "list", "--code", "worker_crashed", "--recipe", "web", "-o", "ids")
+    assert len(failed.stdout.split()) == 1
+    fetched = await cli("submit", "http://127.0.0.1:9/a.jpg", "-o", "json")
+    assert json.loads(fetched.stdout)[0]["filename"] == "a.jpg"
+    await cli("submit", "http://169.254.169.254/", exit_code=Exit.USAGE)
+    key = await served.api.new_key(served.api.tenant, "admin", "operate")
+    seen = json.loads((await cli("top", "--once", "--api-key", key, "-o", "jsonl")).stdout)
+    assert {"at", "queues", "workers", "running"} == set(seen)
+
+
+def test_what_does_not_come_from_the_api_has_every_form_too(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEDIAMILL_DATABASE_URL", database)
+    monkeypatch.setenv("MEDIAMILL_DATA_DIR", str(tmp_path))
+
+    def run(*args: str) -> str:
+        result = CliRunner().invoke(main, args)
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    bare = run("keys", "create", "--name", "bare").strip()
+    assert bare.startswith("mpk_")
+    made = json.loads(run("keys", "create", "--scope", "media:read", "-o", "json"))
+    assert made["key"].startswith("mpk_")
+    assert made["scopes"] == ["media:read"]
+    kept = json.loads(run("keys", "list", "-o", "json"))
+    assert {k["name"]: k["scopes"] for k in kept} == {
+        "bare": ["admin"],
+        "command line": ["media:read"],
+    }
+    assert {k["state"] for k in kept} == {"active"}
+    ids_ = run("keys", "list", "-o", "ids").split()
+    run("keys", "revoke", ids_[0])
+    assert "revoked" in run("keys", "list")
+    settings = {row["name"]: row for row in json.loads(run("config", "show", "-o", "json"))}
+    assert settings["database_url"]["origin"] == "MEDIAMILL_DATABASE_URL"
+    assert run("estimates", "report", "-o", "json") == "[]\n"
+
+
+def test_progress_is_plain_lines_without_a_terminal_and_bars_with_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mediamill.cli import submit
+    from mediamill.client import OutputProgress, Progress
+
+    def outputs(percent: float) -> tuple[OutputProgress, ...]:
+        return (
+            OutputProgress(name="720p", percent=percent, speed=2.5, seconds_left=8),
+            OutputProgress(name="360p", percent=2 * percent),
+        )
+
+    said = [
+        Progress("upload", "upload", 100.0),
+        Progress("process", "encode", 30.0, outputs=outputs(20.0)),
+        Progress("process", "encode", 60.0, outputs=outputs(40.0)[:1]),
+        Progress("process", "ready", 100.0),
+    ]
+    with submit._bar("film.mp4", shown=True) as moved:
+        for each in said:
+            moved(each)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "film.mp4: upload 100 %"
+    assert lines[1] == "film.mp4: encode 30 % (720p 20 %, 360p 40 %)"
+    assert lines[-1] == "film.mp4: ready 100 %"
+    assert not any("\x1b" in line for line in lines)
+
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with submit._bar("film.mp4", shown=True) as moved:
+        for each in said[:3]:
+            moved(each)
+    drawn = capsys.readouterr().err
+    for text in ("film.mp4", "  720p", "40 %", "2.5× 8 s", "  360p", "100 %"):
+        assert text in drawn
+    assert "\x1b[3" not in drawn, "a color in spite of NO_COLOR"
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completions_are_for_the_shell(shell: str) -> None:
     result = CliRunner().invoke(main, ["completions", shell])

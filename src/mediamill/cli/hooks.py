@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from mediamill.cli.installed import own_key, settings
+from mediamill.cli.offers import offered
 from mediamill.cli.remote import Exit, Out, ago, end, first, limited, remote, say
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def webhooks_add(
 
 
 @webhooks.command("get")
-@click.argument("id")
+@click.argument("id", shell_complete=offered("endpoints"))
 @remote
 def webhooks_get(client: Client, out: Out, *, id: str) -> None:
     """Show an endpoint."""
@@ -81,7 +82,7 @@ def webhooks_get(client: Client, out: Out, *, id: str) -> None:
 
 
 @webhooks.command("enable")
-@click.argument("id")
+@click.argument("id", shell_complete=offered("endpoints"))
 @remote
 def webhooks_enable(client: Client, out: Out, *, id: str) -> None:
     """Switch an endpoint on again."""
@@ -89,7 +90,7 @@ def webhooks_enable(client: Client, out: Out, *, id: str) -> None:
 
 
 @webhooks.command("disable")
-@click.argument("id")
+@click.argument("id", shell_complete=offered("endpoints"))
 @remote
 def webhooks_disable(client: Client, out: Out, *, id: str) -> None:
     """Send nothing more to an endpoint."""
@@ -97,7 +98,7 @@ def webhooks_disable(client: Client, out: Out, *, id: str) -> None:
 
 
 @webhooks.command("test")
-@click.argument("id")
+@click.argument("id", shell_complete=offered("endpoints"))
 @remote
 def webhooks_test(client: Client, out: Out, *, id: str) -> None:
     """Send a `webhook.test` event now."""
@@ -105,7 +106,7 @@ def webhooks_test(client: Client, out: Out, *, id: str) -> None:
 
 
 @webhooks.command("rotate")
-@click.argument("id")
+@click.argument("id", shell_complete=offered("endpoints"))
 @click.option("--overlap", type=float, default=86400.0, show_default=True, help="Seconds.")
 @remote
 def webhooks_rotate(client: Client, out: Out, *, id: str, overlap: float) -> None:
@@ -114,7 +115,7 @@ def webhooks_rotate(client: Client, out: Out, *, id: str, overlap: float) -> Non
 
 
 @webhooks.command("delete")
-@click.argument("id")
+@click.argument("id", shell_complete=offered("endpoints"))
 @remote
 def webhooks_delete(client: Client, out: Out, *, id: str) -> None:
     """Forget an endpoint."""
@@ -123,7 +124,7 @@ def webhooks_delete(client: Client, out: Out, *, id: str) -> None:
 
 
 @webhooks.command("deliveries")
-@click.argument("id")
+@click.argument("id", shell_complete=offered("endpoints"))
 @click.option("--state", help="Only these, such as pending,exhausted.")
 @limited
 @remote
@@ -152,7 +153,7 @@ def webhooks_resend(client: Client, out: Out, *, ids: tuple[str, ...]) -> None:
 
 
 @webhooks.command("recover")
-@click.argument("id")
+@click.argument("id", shell_complete=offered("endpoints"))
 @click.option("--since", type=click.DateTime(), required=True, help="UTC.")
 @remote
 def webhooks_recover(client: Client, out: Out, *, id: str, since: datetime) -> None:
@@ -213,8 +214,14 @@ def listen(
         sys.exit(130)
 
 
+def _events(_: click.Context, __: click.Parameter, begun: str) -> list[str]:
+    from mediamill.events import TYPES
+
+    return [name for name in TYPES if name.startswith(begun)]
+
+
 @click.command()
-@click.argument("type", metavar="EVENT")
+@click.argument("type", metavar="EVENT", shell_complete=_events)
 @click.option("--forward-to", required=True, help="Where to send it, such as localhost:3000/in.")
 @click.option("--secret", help="whsec_… to sign with; default: a new one, which is printed.")
 @click.option("--code", help="The failure code of a failed media or job.")
