@@ -8,9 +8,11 @@ import json
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 from standardwebhooks.webhooks import Webhook
@@ -19,7 +21,7 @@ from tests.api.conftest import Served, serving
 from tests.sink import LOCAL, answering, listening
 
 from mediamill import db, ids, jobs, listen
-from mediamill.cli import main
+from mediamill.cli import COMMANDS, main
 from mediamill.cli.remote import Exit
 from mediamill.failures import Code, Problem
 
@@ -68,18 +70,36 @@ async def dead_letter(served: Served) -> str:
     return str(body["job"]["id"])
 
 
-def test_help_loads_nothing_heavy() -> None:
+def modules_loaded_by(*args: str) -> tuple[set[str], str]:
+    """What a command imports beyond Python's start, and what it prints."""
     code = (
-        "import sys\nfrom mediamill.cli import main\n"
-        "try: main(['--help'])\nexcept SystemExit: pass\n"
-        "heavy = {'asyncio', 'pydantic', 'rich', 'httpx2', 'asyncpg', 'fastapi'}\n"
-        "heavy.add('mediamill.config')\n"
-        "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
+        "import sys\nbefore = set(sys.modules)\nfrom mediamill.cli import main\n"
+        f"try: main({list(args)!r})\nexcept SystemExit: pass\n"
+        "print(*(set(sys.modules) - before), file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stderr == "[]\n"
-    for name in ("submit", "jobs", "media", "dlq", "queues", "workers", "recipes", "webhooks"):
-        assert f"\n  {name} " in done.stdout
+    return set(done.stderr.split()), done.stdout
+
+
+def test_help_loads_click_and_next_to_nothing_else() -> None:
+    code = (
+        "import sys\nbefore = set(sys.modules)\nimport click\n"
+        "inner = {'z': click.Command('z', help='z')}\n"
+        "try: click.Group('x', help='y', commands=inner)(['--help'])\n"
+        "except SystemExit: pass\nprint(*(set(sys.modules) - before), file=sys.stderr)"
+    )
+    bare = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded, said = modules_loaded_by("--help")
+    assert loaded - set(bare.stderr.split()) == {"mediamill", "mediamill.cli"}
+    for name in COMMANDS:
+        assert f"\n  {name} " in said
+
+
+@pytest.mark.parametrize("name", ["submit", "jobs", "keys", "top", "webhooks"])
+def test_the_help_of_a_command_loads_no_library_of_the_server(name: str) -> None:
+    loaded, _ = modules_loaded_by(name, "--help")
+    heavy = {"asyncio", "pydantic", "rich", "httpx2", "asyncpg", "fastapi", "mediamill.config"}
+    assert loaded & heavy == set()
 
 
 def test_every_command_has_help_that_fits_a_screen() -> None:
@@ -88,10 +108,34 @@ def test_every_command_has_help_that_fits_a_screen() -> None:
         assert shown.exit_code == 0
         assert len(shown.output.splitlines()) <= 40, path
         assert command.help, path
-        inner = getattr(command, "commands", {})
-        return 1 + sum(check(inner[name], [*path, name]) for name in inner)
+        if not isinstance(command, click.Group):
+            return 1
+        context = click.Context(command)
+        names = command.list_commands(context)
+        return 1 + sum(check(command.get_command(context, n), [*path, n]) for n in names)
 
     assert check(main, []) > 50
+
+
+def test_the_list_of_commands_says_what_each_says_itself() -> None:
+    """And nothing that a module offers as a command is left out."""
+    context = click.Context(main)
+    listed = {main.get_command(context, name) for name in COMMANDS}
+    for name, (_, says) in COMMANDS.items():
+        command = main.get_command(context, name)
+        assert command is not None
+        assert command.name == name
+        own = " ".join((command.help or "").split())
+        assert own.lower().startswith(says.split(",")[0].rstrip(".").lower()), (says, own)
+    below = {
+        inner
+        for group in listed
+        if isinstance(group, click.Group)
+        for inner in group.commands.values()
+    }
+    for module in {module for module, _ in COMMANDS.values()}:
+        found = vars(import_module(f"mediamill.cli.{module}")).values()
+        assert {c for c in found if isinstance(c, click.Command)} <= listed | below
 
 
 def test_every_exit_code_is_explained_in_the_documentation() -> None:

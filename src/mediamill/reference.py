@@ -126,8 +126,11 @@ def _commands(command: click.Command, path: str) -> Iterator[tuple[str, click.Co
     if not isinstance(command, click.Group):
         yield path, command
         return
-    for name, below in sorted(command.commands.items()):
-        yield from _commands(below, f"{path} {name}")
+    with click.Context(command, info_name=path) as context:
+        for name in sorted(command.list_commands(context)):
+            below = command.get_command(context, name)
+            assert below is not None
+            yield from _commands(below, f"{path} {name}")
 
 
 def http() -> str:

@@ -15,7 +15,6 @@ from mediamill.cli.remote import Out, Row, shaped
 
 _KEY_COLUMNS: Final[dict[str, Any]] = {
     "id": lambda k: k["id"],
-    "ends in": lambda k: k["last4"],
     "state": lambda k: k["state"],
     "scopes": lambda k: ",".join(k["scopes"]),
     "name": lambda k: k["name"],
@@ -262,7 +261,6 @@ def _key(row: dict[str, Any]) -> Row:
     told = {n: row[n].isoformat() if row[n] else None for n in moments if n in row}
     return Row(
         id=str(row["id"]),
-        last4=row["last4"],
         state="revoked" if row["revoked_at"] else "active",
         scopes=list(row["scopes"]),
         name=row["name"],
