@@ -41,7 +41,8 @@ def main() -> None:
     report = Report("start")
     for code in (_BARE, _OURS):
         seconds(code)  # so that every file is in the cache, and compiled
-    ours, bare = [], []
+    ours: list[float] = []
+    bare: list[float] = []
     for number in range(given.rounds):
         for code, found in ((_BARE, bare), (_OURS, ours))[:: 1 if number % 2 else -1]:
             found.append(seconds(code))

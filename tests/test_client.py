@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
+import re
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import pytest
+from pydantic import ValidationError
 from tests import rows
 from tests.api.conftest import Served, media_uuid, serving
 from tests.sink import LOCAL
@@ -45,6 +49,7 @@ from mediamill.client import (
 )
 from mediamill.client.errors import AddressExpired, problem
 from mediamill.failures import Code
+from mediamill.reference import openapi
 
 pytestmark = pytest.mark.anyio
 
@@ -124,6 +129,87 @@ def test_the_blocking_client_is_what_its_twin_makes_of_it() -> None:
         check=True,
     ).stdout
     assert Path(blocking.__file__).read_text("utf-8") == formatted, "run `make docs`"
+
+
+def test_every_route_of_the_api_can_be_reached() -> None:
+    """But for those that a caller gets an address to, or that only others call."""
+    seen: set[tuple[str, str]] = set()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.add((request.method, request.url.path))
+        if request.method == "GET" and "webhook-endpoints" in request.url.path:
+            return httpx.Response(200, json={}, headers={"ETag": '"1"'})
+        return httpx.Response(404, json={"code": "not_found"})
+
+    now = datetime.now(UTC)
+    with Client("http://x", "k", transport=httpx.MockTransport(answer)) as client:
+        calls: list[Callable[[], Any]] = [
+            lambda: list(client.events()),
+            client.stream_url,
+            lambda: client.media.submit(b"x"),
+            lambda: client.media.submit(b"x", way="multipart"),
+            lambda: client.media.submit(b"x", way="tus"),
+            lambda: client.media.complete("m"),
+            client.media.upload_token,
+            lambda: client.media.get("m"),
+            lambda: list(client.media.list()),
+            lambda: client.media.process("m"),
+            lambda: client.media.delete("m"),
+            lambda: client.media.timeline("m"),
+            lambda: list(client.media.events("m")),
+            lambda: client.jobs.create("k"),
+            lambda: client.jobs.get("j"),
+            lambda: list(client.jobs.list()),
+            lambda: client.jobs.cancel("j"),
+            lambda: client.jobs.replay("j"),
+            lambda: client.jobs.timeline("j"),
+            lambda: list(client.jobs.events("j")),
+            lambda: list(client.dead_letters.list()),
+            lambda: client.dead_letters.get("j"),
+            client.dead_letters.replay,
+            lambda: client.dead_letters.discard("j"),
+            client.queues.list,
+            lambda: client.queues.pause("q"),
+            lambda: client.queues.resume("q"),
+            lambda: client.queues.cap("q", 1),
+            client.workers.list,
+            lambda: client.workers.drain("w"),
+            client.recipes.list,
+            lambda: client.recipes.get("r"),
+            lambda: client.recipes.validate({}),
+            lambda: client.webhooks.create("http://x"),
+            lambda: list(client.webhooks.list()),
+            lambda: client.webhooks.get("e"),
+            lambda: client.webhooks.change("e", state="enabled"),
+            lambda: client.webhooks.delete("e"),
+            lambda: client.webhooks.rotate("e"),
+            lambda: client.webhooks.test("e"),
+            lambda: client.webhooks.recover("e", now),
+            lambda: list(client.webhooks.deliveries("e")),
+            lambda: client.webhooks.delivery("d"),
+            lambda: client.webhooks.redeliver("d"),
+            client.webhooks.inbox,
+        ]
+        for call in calls:
+            with contextlib.suppress(NotFound, ValidationError, KeyError):
+                call()
+    unreached = {
+        f"{method.upper()} {path}"
+        for path, methods in openapi()["paths"].items()
+        for method in methods
+        if not any(
+            method.upper() == m and re.fullmatch(re.sub(r"{\w+}", "[^/]+", path), p)
+            for m, p in seen
+        )
+    }
+    assert unreached == {
+        "GET /v1/media/{media_id}/variants/{name}",  # a variant has its `url`
+        "GET /v1/uploads/{upload_id}/parts",  # inside `submit`, after an answer
+        "POST /v1/uploads/{upload_id}/parts",
+        "POST /v1/uploads/{upload_id}/complete",
+        "POST /v1/uploads/{upload_id}/abort",  # one that is forgotten ends by itself
+        "POST /v1/inbox",  # where webhooks go
+    }
 
 
 def test_every_failure_code_has_an_error_that_fits_its_status() -> None:
