@@ -350,7 +350,7 @@ _ROUTES: Final[tuple[_Route, ...]] = (
         "/v1/dead-letters",
         "GET",
         dead_letters.list_dead_letters,
-        more=_query("code", "kind", "queue", "since", "until"),
+        more=_query(*dead_letters.FILTERS),
     ),
     _Route(
         "/v1/dead-letters/replay",
