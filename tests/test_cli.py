@@ -7,7 +7,8 @@ import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,10 @@ from tests.api.conftest import Served, serving
 from tests.sink import LOCAL, answering, listening
 
 from mediamill import db, ids, jobs, listen
-from mediamill.cli import COMMANDS, main
+from mediamill.cli import COMMANDS, main, submit
 from mediamill.cli.remote import Exit
+from mediamill.client import OutputProgress, Progress
+from mediamill.client.blocking import JobCalls, MediaCalls
 from mediamill.failures import Code, Problem
 
 pytestmark = pytest.mark.anyio
@@ -282,6 +285,15 @@ async def test_endpoints_and_deliveries(cli: Run) -> None:
     await cli("webhooks", "disable", made["id"])
     await cli("webhooks", "test", made["id"], exit_code=Exit.CONFLICT)
     await cli("webhooks", "enable", made["id"])
+    flags = ["--types", "media.ready", "--to", "http://127.0.0.1:9/new"]
+    await cli("webhooks", "change", made["id"], *flags)
+    changed = json.loads((await cli("webhooks", "get", made["id"], "-o", "json")).stdout)
+    assert (changed["types"], changed["url"]) == (["media.ready"], "http://127.0.0.1:9/new")
+    await cli("webhooks", "change", made["id"], "--types", "all")
+    changed = json.loads((await cli("webhooks", "get", made["id"], "-o", "json")).stdout)
+    assert changed["types"] is None
+    await cli("webhooks", "change", made["id"], exit_code=Exit.USAGE)
+    await cli("webhooks", "inbox", exit_code=Exit.NOT_FOUND)
     rotated = json.loads((await cli("webhooks", "rotate", made["id"], "-o", "json")).stdout)
     assert rotated["secret"] != made["secret"]
     await cli("webhooks", "recover", made["id"], "--since", "2026-01-01")
@@ -373,6 +385,42 @@ async def test_a_shell_is_offered_what_the_server_has(
     assert await offered("media", "get") == []
 
 
+async def test_ctrl_c_says_how_to_come_back_once_the_bars_are_gone(
+    served: Served, cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def closing(name: str, *, shown: bool) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            click.echo("a bar is closed", err=True)
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(submit, "_bar", closing)
+    for name in ("a.jpg", "b.jpg"):
+        (tmp_path / name).write_bytes(b"\xff\xd8\xff\xe0")
+    files = [str(tmp_path / name) for name in ("a.jpg", "b.jpg")]
+    with monkeypatch.context() as broken:
+        broken.setattr(MediaCalls, "wait", interrupted)
+        result = await cli("submit", *files, "--watch", exit_code=Exit.INTERRUPTED)
+        said = result.stderr.splitlines()
+        made = [m["id"] for m in json.loads((await cli("media", "list", "-o", "json")).stdout)]
+        assert said[-2:] == [f"  mediamill media wait {id_}" for id_ in made[::-1]]
+        assert (
+            "a bar is closed" not in said[said.index("It goes on without you. Come back with:") :]
+        )
+    with monkeypatch.context() as broken:
+        broken.setattr(JobCalls, "wait", interrupted)
+        result = await cli("jobs", "wait", "job_x", exit_code=Exit.INTERRUPTED)
+        assert result.stderr.endswith("  mediamill jobs wait job_x\n")
+    with monkeypatch.context() as broken:
+        broken.setattr(MediaCalls, "submit", interrupted)
+        result = await cli("submit", *files, exit_code=Exit.INTERRUPTED)
+        assert "go on with the same command" in result.stderr
+
+
 async def test_lists_are_filtered_and_addresses_are_fetched(served: Served, cli: Run) -> None:
     await served.api.queued()
     dead = await dead_letter(served)
@@ -422,9 +470,6 @@ def test_what_does_not_come_from_the_api_has_every_form_too(
 def test_progress_is_plain_lines_without_a_terminal_and_bars_with_one(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mediamill.cli import submit
-    from mediamill.client import OutputProgress, Progress
-
     def outputs(percent: float) -> tuple[OutputProgress, ...]:
         return (
             OutputProgress(name="720p", percent=percent, speed=2.5, seconds_left=8),

@@ -450,6 +450,36 @@ async def test_waiting_ends_with_the_work_by_stream_or_long_poll(
     assert events
 
 
+def test_where_nothing_streams_or_waits_the_client_asks_at_the_pace_that_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A proxy that answers streams with an error and drops `Prefer`."""
+    asked: list[str] = []
+    pauses: list[float] = []
+    left = 6
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        nonlocal left
+        asked.append(request.url.path.rpartition("/")[2])
+        if asked[-1] == "events":
+            return httpx.Response(502)
+        left -= 1
+        body = {"id": "med_1", "state": "ready" if left == 0 else "processing", "progress": 5.0}
+        stamps = {"created_at": "2026-01-01T00:00:00Z", "updated_at": "2026-01-01T00:00:00Z"}
+        headers = {"ETag": f'"{left > 0}"', "Retry-After": "7"}
+        if request.headers.get("if-none-match") == headers["ETag"]:
+            return httpx.Response(304, headers=headers)
+        return httpx.Response(200, json=body | stamps, headers=headers)
+
+    monkeypatch.setattr(threading.Event, "wait", lambda _, seconds: pauses.append(seconds))
+    with Client("http://x", "k", transport=httpx.MockTransport(answer)) as client:
+        media = client.media.wait("med_1", timeout_seconds=600)
+    assert media.state == "ready"
+    assert asked.count("events") == 3, "streams are given up after three cuts"
+    assert pauses == [7.0] * len(pauses)
+    assert pauses
+
+
 async def test_a_wait_that_is_too_long_and_work_that_fails_are_told_apart(
     served: Served,
 ) -> None:

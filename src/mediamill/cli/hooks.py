@@ -33,6 +33,11 @@ _DELIVERY_COLUMNS: Final[dict[str, Any]] = {
     "age": lambda d: ago(d.created_at),
     "reason": lambda d: d.reason,
 }
+_LETTER_COLUMNS: Final[dict[str, Any]] = {
+    "age": lambda m: ago(m.received_at),
+    "id": lambda m: m.headers.get("webhook-id"),
+    "body": lambda m: m.body[:80],
+}
 
 
 @click.group()
@@ -79,6 +84,33 @@ def webhooks_add(
 def webhooks_get(client: Client, out: Out, *, id: str) -> None:
     """Show an endpoint."""
     out.one(client.webhooks.get(id))
+
+
+@webhooks.command("change")
+@click.argument("id", shell_complete=offered("endpoints"))
+@click.option("--to", "address", help="The address to send to from now on.")
+@click.option("--types", help="Such as media.ready,job.*; `all` for every type.")
+@click.option("--description")
+@click.option("--payload", type=click.Choice(["full", "thin"]))
+@remote
+def webhooks_change(
+    client: Client,
+    out: Out,
+    *,
+    id: str,
+    address: str | None,
+    types: str | None,
+    description: str | None,
+    payload: str | None,
+) -> None:
+    """Change an endpoint."""
+    changes: dict[str, Any] = {"url": address, "description": description, "payload": payload}
+    changes = {name: value for name, value in changes.items() if value is not None}
+    if types is not None:
+        changes["types"] = None if types == "all" else types.split(",")
+    if not changes:
+        raise click.UsageError("Name what to change.")
+    out.one(client.webhooks.change(id, **changes))
 
 
 @webhooks.command("enable")
@@ -150,6 +182,13 @@ def webhooks_delivery(client: Client, out: Out, *, id: str) -> None:
 def webhooks_resend(client: Client, out: Out, *, ids: tuple[str, ...]) -> None:
     """Send deliveries again, under the same webhook-id."""
     out.many((client.webhooks.redeliver(id) for id in ids), _DELIVERY_COLUMNS)
+
+
+@webhooks.command("inbox")
+@remote
+def webhooks_inbox(client: Client, out: Out) -> None:
+    """Show what the platform's own inbox took, newest first (for development)."""
+    out.many(client.webhooks.inbox(), _LETTER_COLUMNS)
 
 
 @webhooks.command("recover")

@@ -71,27 +71,27 @@ def submit(
     names = list(_expanded(files))
     found: list[Media] = []
     worst = Exit.OK
+    wanted: dict[str, Any] = {
+        "recipe": recipe,
+        "recipe_version": recipe_version,
+        "metadata": notes,
+    }
     for name in names:
-        with _bar(name, shown=watch) as moved:
-            wanted: dict[str, Any] = {
-                "recipe": recipe,
-                "recipe_version": recipe_version,
-                "metadata": notes,
-            }
-            if _is_address(name):
-                found.append(client.media.fetch(name, **wanted))
-                continue
-            source = sys.stdin.buffer.read() if name == "-" else Path(name)
-            state = None if isinstance(source, bytes) else state_file(source, recipe)
-            try:
+        if _is_address(name):
+            found.append(client.media.fetch(name, **wanted))
+            continue
+        source = sys.stdin.buffer.read() if name == "-" else Path(name)
+        state = None if isinstance(source, bytes) else state_file(source, recipe)
+        try:
+            with _bar(name, shown=watch) as moved:
                 media = client.media.submit(
                     source, **wanted, way=way, resume_from=state, on_progress=moved
                 )
-            except KeyboardInterrupt:
-                say("\nStopped while sending; large files go on with the same command.")
-                for done in found:
-                    say(f"  mediamill media wait {done.id}")
-                sys.exit(Exit.INTERRUPTED)
+        except KeyboardInterrupt:
+            say("\nStopped while sending; large files go on with the same command.")
+            for done in found:
+                say(f"  mediamill media wait {done.id}")
+            sys.exit(Exit.INTERRUPTED)
         found.append(media)
     if watch or wait or download is not None:
         found, worst = _to_the_end(client, found, timeout, download, watch=watch)
@@ -173,9 +173,11 @@ def _to_the_end(
     ended, worst = [], Exit.OK
     for number, media in enumerate(found):
         try:
-            with _bar(media.filename or media.id, shown=watch) as moved:
-                left = [m.id for m in found[number:]]
-                last = wait_for(client, media.id, timeout, moved, left)
+            with (
+                come_back([m.id for m in found[number:]]),
+                _bar(media.filename or media.id, shown=watch) as moved,
+            ):
+                last = client.media.wait(media.id, timeout_seconds=timeout, on_progress=moved)
             if download is not None:
                 folder = download / media.id
                 for variant in last.variants:
@@ -192,16 +194,17 @@ def _to_the_end(
     return ended, worst
 
 
-def wait_for(
-    client: Client, media_id: str, timeout: float | None, moved: Any, left: Sequence[str]
-) -> Media:
-    """The media at its end; Ctrl-C says how to come back to those that are left."""
+@contextmanager
+def come_back(left: Sequence[str]) -> Iterator[None]:
+    """Ctrl-C leaves the work running; say how to come back to it. Outside of any bar, since a bar
+    is drawn over what is said inside."""
     try:
-        return client.media.wait(media_id, timeout_seconds=timeout, on_progress=moved)
+        yield
     except KeyboardInterrupt:
         say("\nIt goes on without you. Come back with:")
         for each in left:
-            say(f"  mediamill media wait {each}")
+            kind = "jobs" if each.startswith("job_") else "media"
+            say(f"  mediamill {kind} wait {each}")
         sys.exit(Exit.INTERRUPTED)
 
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from mediamill.cli.offers import offered
-from mediamill.cli.remote import Exit, Out, ago, first, limited, remote, say, table
+from mediamill.cli.remote import Out, ago, first, limited, remote, say, table
 from mediamill.cli.submit import COLUMNS as MEDIA_COLUMNS
-from mediamill.cli.submit import wait_for
+from mediamill.cli.submit import come_back
 
 if TYPE_CHECKING:
     from mediamill.client import Client, Timeline
@@ -76,7 +75,8 @@ def media_get(client: Client, out: Out, *, id: str) -> None:
 @remote
 def media_wait(client: Client, out: Out, *, id: str, timeout: float | None) -> None:
     """Wait until a media is at its end; the exit code says which."""
-    out.one(wait_for(client, id, timeout, None, [id]))
+    with come_back([id]):
+        out.one(client.media.wait(id, timeout_seconds=timeout))
 
 
 @media.command("download")
@@ -194,11 +194,8 @@ def jobs_get(client: Client, out: Out, *, id: str) -> None:
 @remote
 def jobs_wait(client: Client, out: Out, *, id: str, timeout: float | None) -> None:
     """Wait until a job has ended; the exit code says how."""
-    try:
+    with come_back([id]):
         out.one(client.jobs.wait(id, timeout_seconds=timeout))
-    except KeyboardInterrupt:
-        say(f"\nIt goes on without you. Come back with: mediamill jobs wait {id}")
-        sys.exit(Exit.INTERRUPTED)
 
 
 @jobs.command("cancel")
