@@ -10,11 +10,11 @@ import tomllib
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import click
 
-from mediamill import cli, events, failure_pages, recipes
+from mediamill import cli, events, failure_pages, listen, recipes
 from mediamill.api.app import create_app
 from mediamill.api.services import Services
 from mediamill.failures import Code
@@ -177,21 +177,60 @@ def openapi() -> dict[str, Any]:
 
 
 def events_() -> str:
-    """The types of events."""
-    return "\n".join(
-        [
-            "# Events",
-            "",
-            _GENERATED,
-            "What webhooks and streams tell. `job.progress` is told to streams of one media or job "
-            "only, and not kept.",
-            "",
-            "| type | when |",
-            "|---|---|",
-            *(f"| `{name}` | {_escaped(says)} |" for name, says in events.TYPES.items()),
-            "",
-        ]
-    )
+    """The types of events, what one holds, and how some look."""
+    lines = [
+        "# Events",
+        "",
+        _GENERATED,
+        "What webhooks and streams tell. `job.progress` is told to streams of one media or job "
+        "only, and not kept.",
+        "",
+        "| type | when |",
+        "|---|---|",
+        *(f"| `{name}` | {_escaped(says)} |" for name, says in events.TYPES.items()),
+        "",
+        "## What one holds",
+        "",
+        "Around it are `type`, `timestamp` (of when it happened), `schema_version` and `id` (the "
+        "same on every repeat: skip what you have seen). The rest is `data`; what there is depends "
+        "on the type, and new fields may come. `payload: thin` leaves out all but the ids, "
+        "`sequence`, `state` and `reason`.",
+        "",
+        "| field of `data` | |",
+        "|---|---|",
+        *(f"| `{name}` | {_escaped(says)} |" for name, says in _EVENT_FIELDS.items()),
+        "",
+    ]
+    for name in ("media.preview", "media.ready", "media.failed", "job.completed"):
+        lines += [f"## {name}", "", "```json", _sample(name), "```", ""]
+    return "\n".join(lines)
+
+
+_EVENT_FIELDS: Final = {
+    "media_id": "The media that it is about, if it is about one.",
+    "job_id": "The job that it is about, or that did it.",
+    "sequence": "Grows with each event of one media or job: an older one can be dropped.",
+    "state": "The state that it moved to.",
+    "reason": "Why, in one word, where there is more than one way to get there.",
+    "error": "Of what failed: the [failure](failures.md), as the API shows it.",
+    "preview": "Placeholder, dominant color and small picture, as soon as they are known.",
+    "variants": "What was published, without addresses: fetch the media for signed ones.",
+    "recipe": "And `recipe_version`: what the variants were made by.",
+    "metadata": "Yours, of the media; `size` beside it.",
+    "kind": "And `width`, `height`, `duration_seconds`: once it was looked at.",
+    "progress": "Percent, of what is done and of `job.progress`.",
+    "outputs": "Of `job.progress`: how far each output is that is being made.",
+    "stage": "Of `job.progress`: what is being done just now; `attempt` beside it.",
+    "endpoint": "Of `endpoint.disabled`: the endpoint.",
+    "truncated": "True when the payload was too large and was sent thin.",
+}
+
+
+def _sample(type_: str) -> str:
+    """An event about things that do not exist, with ids and time that stay the same."""
+    text = json.dumps(json.loads(listen.sample(type_)), indent=2, ensure_ascii=False)
+    text = re.sub(r'"(\w+)_01[0-9a-z]{24}"', r'"\1_01k…"', text)
+    return re.sub(r'("timestamp": ")[^"]+', r"\g<1>2026-11-29T20:15:00Z", text)
 
 
 def settings() -> str:
