@@ -480,6 +480,30 @@ def test_where_nothing_streams_or_waits_the_client_asks_at_the_pace_that_is_name
     assert pauses
 
 
+async def test_one_callback_hears_of_the_upload_and_of_the_work(served: Served) -> None:
+    seen: list[Progress] = []
+    at_work = asyncio.Event()
+
+    def told(progress: Progress) -> None:
+        seen.append(progress)
+        if progress.phase == "process":
+            at_work.set()
+
+    async with AsyncClient(served.url, served.api.token) as client:
+        waiting = asyncio.create_task(
+            client.media.submit_and_wait(
+                b"\xff\xd8\xff\xe0 small", timeout_seconds=60, on_progress=told
+            )
+        )
+        await at_work.wait()
+        (item,) = [m async for m in client.media.list()]
+        await _publish(served, item.id, {"w8.webp": b"0123456789"})
+        media = await waiting
+    assert (media.id, media.state) == (item.id, "ready")
+    assert [p.phase for p in seen] == sorted((p.phase for p in seen), reverse=True)
+    assert {p.phase for p in seen} == {"upload", "process"}
+
+
 async def test_a_wait_that_is_too_long_and_work_that_fails_are_told_apart(
     served: Served,
 ) -> None:

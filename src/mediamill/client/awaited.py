@@ -39,8 +39,8 @@ class AsyncClient:
     tried again, at most `max_retries` times, under one Idempotency-Key.
 
         async with AsyncClient() as client:
-            media = await client.media.submit("holiday.mov", recipe="web", on_progress=print)
-            media = await client.media.wait(media, on_progress=print)
+            media = await client.media.submit_and_wait("holiday.mov", on_progress=print)
+            await client.media.download(media, "video.mp4", "holiday.mp4")
             async for item in client.media.list(state="failed"):
                 print(item.id, item.error)
     """
@@ -132,6 +132,41 @@ class MediaCalls(_Part):
                 state_file=None if resume_from is None else Path(resume_from),
                 on_progress=on_progress,
             )
+        )
+
+    async def submit_and_wait(
+        self,
+        file: str | Path | bytes,
+        *,
+        recipe: str = "web",
+        recipe_version: int | None = None,
+        filename: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        ttl_seconds: float | None = None,
+        way: Way = "auto",
+        resume_from: str | Path | None = None,
+        timeout_seconds: float | None = None,
+        on_progress: OnProgress | None = None,
+        check: bool = True,
+    ) -> Media:
+        """Upload a file and wait for what comes of it; one callback hears of both.
+
+        `timeout_seconds` is for the work, once the file is there. Raises what `submit` and `wait`
+        raise.
+        """
+        media = await self.submit(
+            file,
+            recipe=recipe,
+            recipe_version=recipe_version,
+            filename=filename,
+            metadata=metadata,
+            ttl_seconds=ttl_seconds,
+            way=way,
+            resume_from=resume_from,
+            on_progress=on_progress,
+        )
+        return await self.wait(
+            media, timeout_seconds=timeout_seconds, on_progress=on_progress, check=check
         )
 
     async def open(
