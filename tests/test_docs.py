@@ -6,12 +6,14 @@ import json
 import re
 from pathlib import Path
 
+import click
 import pytest
 import yaml
 from docs import build_site
 from docs.build_site import ROOT
 
-from mediamill import failure_pages, reference
+from mediamill import cli, failure_pages, reference
+from mediamill.config import Settings
 from mediamill.failures import Code, Verdict
 
 
@@ -80,3 +82,37 @@ def test_the_readme_names_only_what_is_there() -> None:
         assert (ROOT / target).exists(), target
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"make ([a-z-]+)`", text)) <= targets
+
+
+PAGES = [
+    ROOT / "README.md",
+    *(p for p in (ROOT / "docs").rglob("*.md") if "reference" not in p.parts),
+    *ROOT.glob("examples/*/README.md"),
+    ROOT / "deploy" / "README.md",
+]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_page_names_only_commands_settings_and_routes_that_there_are(page: Path) -> None:
+    text = page.read_text("utf-8")
+    for words in re.findall(r"mediamill((?: [a-z][\w-]+)+)", text):
+        assert words.startswith(" import ") or is_command(words.split()), f"mediamill{words}"
+    fields = set(Settings.model_fields) | {"url", "api_key", "config", "failpoint"}
+    for name in re.findall(r"MEDIAMILL_([A-Z0-9_]+)", text):
+        assert name.lower() in fields, name
+    known = [re.sub(r"{[\w:]+}", "[^/]+", path) for path in reference.openapi()["paths"]]
+    known += [r"/v1/uploads/?", "/v1/uploads/[^/]+"]
+    for route in re.findall(r"(?:GET|POST|PUT|PATCH|DELETE) `?(/v1/[\w{}/…-]+)", text):
+        assert any(re.fullmatch(path, route) for path in known), route
+
+
+def is_command(words: list[str]) -> bool:
+    """Whether the words begin with a command, and with one below it if it has some."""
+    command: click.Command | None = cli.main
+    for word in words:
+        if not isinstance(command, click.Group):
+            return True
+        command = command.get_command(click.Context(command), word)
+        if command is None:
+            return False
+    return True
