@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -22,7 +25,7 @@ from tests.api.conftest import Served, serving
 from tests.sink import LOCAL, answering, listening
 
 from mediamill import db, ids, jobs, listen
-from mediamill.cli import COMMANDS, main, submit
+from mediamill.cli import COMMANDS, SERVER, main, submit
 from mediamill.cli.remote import Exit
 from mediamill.client import OutputProgress, Progress
 from mediamill.client.blocking import JobCalls, MediaCalls
@@ -103,6 +106,57 @@ def test_the_help_of_a_command_loads_no_library_of_the_server(name: str) -> None
     loaded, _ = modules_loaded_by(name, "--help")
     heavy = {"asyncio", "pydantic", "rich", "httpx2", "asyncpg", "fastapi", "mediamill.config"}
     assert loaded & heavy == set()
+
+
+WITHOUT_THE_SERVER = """
+import sys
+from mediamill.cli import SERVER, main
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in SERVER:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+main(prog_name="mediamill")
+"""
+
+
+async def test_the_client_and_its_commands_work_without_the_server_installed(
+    served: Served, tmp_path: Path
+) -> None:
+    env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+    there = {"MEDIAMILL_URL": served.url, "MEDIAMILL_API_KEY": served.api.token}
+    (tmp_path / "a.jpg").write_bytes(b"\xff\xd8\xff\xe0")
+
+    async def run(*args: str, **more: str) -> subprocess.CompletedProcess[str]:
+        return await asyncio.to_thread(
+            subprocess.run,
+            [sys.executable, "-c", WITHOUT_THE_SERVER, *args],
+            cwd=tmp_path,
+            env=env | more,
+            capture_output=True,
+            text=True,
+            timeout=50,
+            check=False,
+        )
+
+    sent = await run("submit", "a.jpg", "-o", "ids", **there)
+    assert sent.returncode == 0, sent.stderr
+    assert ids.decode(ids.MEDIA, sent.stdout.strip())
+    for args in (["jobs", "list"], ["doctor"], ["api"]):
+        refused = await run(*args)
+        assert refused.returncode == 1
+        assert "pip install 'mediamill[server]'" in refused.stderr
+        assert "Traceback" not in refused.stderr
+
+
+def test_the_libraries_of_the_server_are_those_of_its_extra() -> None:
+    text = (Path(__file__).parents[1] / "pyproject.toml").read_text("utf-8")
+    extra = tomllib.loads(text)["project"]["optional-dependencies"]["server"]
+    names = {re.split(r"[>=<;\[ ]", line)[0].replace("-", "_") for line in extra}
+    # The client's HTTP library brings the one, FastAPI the other.
+    assert names - {"httpcore2"} | {"starlette"} == SERVER
 
 
 def test_every_command_has_help_that_fits_a_screen() -> None:

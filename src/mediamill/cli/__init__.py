@@ -37,6 +37,26 @@ COMMANDS = {
 }
 
 
+# The libraries of the extra `server`, as they are imported.
+SERVER = frozenset(
+    {
+        "asyncpg",
+        "cryptography",
+        "fastapi",
+        "httptools",
+        "pgqueuer",
+        "prometheus_client",
+        "pydantic_settings",
+        "python_multipart",
+        "starlette",
+        "structlog",
+        "uuid_utils",
+        "uvicorn",
+        "uvloop",
+    }
+)
+
+
 class Commands(click.Group):
     """The commands of COMMANDS, each imported when it is used."""
 
@@ -51,6 +71,17 @@ class Commands(click.Group):
         module = import_module(f"{__name__}.{COMMANDS[cmd_name][0]}")
         command: click.Command = getattr(module, cmd_name)
         return command
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except ModuleNotFoundError as error:
+            if error.name not in SERVER:
+                raise
+            raise click.ClickException(
+                f"This needs {error.name}, which comes with the server: pip install "
+                "'mediamill[server]', or name a server that runs with --url and --api-key."
+            ) from None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
