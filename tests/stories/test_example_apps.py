@@ -17,8 +17,9 @@ import pytest
 from tests.stories.clips import Clips
 from tests.stories.conftest import Make
 from tests.stories.harness import Platform, free_port, until
+from tests.stories.test_dashboard import browser
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
 ROOT = Path(__file__).parents[2]
 
 
@@ -91,6 +92,7 @@ def page_with(page: httpx.Client, path: str, text: str) -> str:
     )
 
 
+@pytest.mark.long
 def test_the_gallery_on_fastapi_shows_what_was_sent_past_it(
     platform: Platform, clips: Clips, tmp_path: Path
 ) -> None:
@@ -137,6 +139,7 @@ def test_the_gallery_on_fastapi_shows_what_was_sent_past_it(
         assert page.get("/pictures/med_nonsense").status_code == 404
 
 
+@pytest.mark.long
 def test_the_gallery_on_django_takes_a_form_and_is_called_back(
     platform: Platform, clips: Clips, tmp_path: Path
 ) -> None:
@@ -180,3 +183,36 @@ def test_the_gallery_on_django_takes_a_form_and_is_called_back(
         assert send(b"", "empty.jpg").status_code == 400
         assert page.post("/hooks", json={"type": "media.ready"}).status_code == 401
         assert page.post("/").status_code == 403  # no token of the form
+
+
+@pytest.mark.browser
+def test_a_browser_sends_a_picture_past_the_gallery_and_shows_it(
+    platform: Platform, clips: Clips, tmp_path: Path
+) -> None:
+    """The page's own script: slot, upload to another origin, status page that reloads itself."""
+    port = free_port()
+    secret = registered(platform, port, "media.*")
+    argv = ["uvicorn", "examples.gallery_fastapi.app:app", "--port", str(port)]
+    faults: list[str] = []
+    with (
+        running(platform, tmp_path, argv, port, GALLERY_WEBHOOK_SECRET=secret),
+        browser() as chromium,
+    ):
+        page = chromium.new_page()
+        page.on("pageerror", lambda error: faults.append(str(error)))
+        page.goto(f"http://127.0.0.1:{port}/")
+        page.get_by_label("A picture").set_input_files(
+            {"name": "photo.jpg", "mimeType": "image/jpeg", "buffer": clips.photo}
+        )
+        page.wait_for_url("**/pictures/med_*", timeout=30_000)
+        image = page.locator("picture img")
+        image.wait_for(timeout=60_000)
+        shown = image.evaluate("async (i) => { await i.decode(); return i.naturalWidth }")
+        assert shown == 640
+        assert image.evaluate("(i) => i.currentSrc").count(".avif") == 1
+        page.goto(f"http://127.0.0.1:{port}/")
+        page.get_by_label("A picture").set_input_files(
+            {"name": "nothing.jpg", "mimeType": "image/jpeg", "buffer": b""}
+        )
+        page.get_by_role("status").filter(has_text="greater than 0").wait_for(timeout=10_000)
+    assert faults == []
