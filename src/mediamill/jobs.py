@@ -17,6 +17,7 @@ from mediamill.failures import Code, LeaseLost, Problem
 from mediamill.queue import Ticket
 
 _SQL: Final = db.load("jobs")
+_LINE_UP: Final = 500
 
 # Positions beyond this are told as "more than".
 POSITION_CAP: Final = 10_000
@@ -150,15 +151,27 @@ async def enqueue(
         [j.weight for j in wanted],
         parent_id,
     )
-    delays = {j.id: j.delay_seconds for j in wanted}
+    held_back = {j.id for j in wanted if j.delay_seconds > 0}
     await queue.publish(
         connection,
         [
-            Ticket(r["queue"], tenant_id, r["id"], r["priority"], r["turn"], delays[r["id"]])
+            Ticket(r["queue"], tenant_id, r["id"], r["priority"], r["turn"])
             for r in rows
+            if r["id"] not in held_back
         ],
     )
     return {row["id"] for row in rows}
+
+
+async def line_up(connection: db.Connection, queues: Sequence[str]) -> int:
+    """Give turns and tickets to the jobs of these queues that held back and are due, in the caller's
+    transaction; how many, at most 500 of each queue."""
+    rows = await connection.fetch(_SQL.line_up, queues, _LINE_UP)
+    await queue.publish(
+        connection,
+        [Ticket(r["queue"], r["tenant_id"], r["id"], r["priority"], r["turn"]) for r in rows],
+    )
+    return len(rows)
 
 
 async def duplicate(
@@ -378,7 +391,8 @@ async def requeue(
     to_kind: str | None = None,
     record: Record = NO_RECORD,
 ) -> None:
-    """processing → queued with a fresh ticket, in the caller's transaction. Raises LeaseLost."""
+    """processing → queued, in the caller's transaction; one that need not hold back gets a ticket
+    now, another from `line_up`. Raises LeaseLost."""
     row = await connection.fetchrow(
         _SQL.requeue,
         held.tenant_id,
@@ -398,10 +412,9 @@ async def requeue(
     )
     _held(row)
     assert row is not None
-    ticket = Ticket(
-        row["queue"], held.tenant_id, held.id, row["priority"], row["turn"], delay_seconds
-    )
-    await queue.publish(connection, [ticket])
+    if delay_seconds <= 0:
+        ticket = Ticket(row["queue"], held.tenant_id, held.id, row["priority"], row["turn"])
+        await queue.publish(connection, [ticket])
 
 
 async def wait(
@@ -546,15 +559,13 @@ async def restart(
     generation: int | None = None,
     delay_seconds: float = 0.0,
 ) -> bool:
-    """failed → queued with a fresh ticket, attempts from zero and history kept; False if not
-    failed."""
+    """failed → queued, attempts from zero and history kept, with a ticket as for `requeue`; False if
+    not failed."""
     row = await connection.fetchrow(
         _SQL.replay, tenant_id, job_id, generation, timedelta(seconds=delay_seconds)
     )
-    if row is not None:
-        ticket = Ticket(
-            row["queue"], tenant_id, job_id, row["priority"], row["turn"], delay_seconds
-        )
+    if row is not None and delay_seconds <= 0:
+        ticket = Ticket(row["queue"], tenant_id, job_id, row["priority"], row["turn"])
         await queue.publish(connection, [ticket])
     return row is not None
 

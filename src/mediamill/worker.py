@@ -195,12 +195,13 @@ class Worker:
         return self._controls.get(name, Control())
 
     async def _follow_controls(self) -> None:
-        """Know within a second what an operator set."""
+        """Know within a second what an operator set and which jobs need not hold back any more."""
         while True:
             with suppress(*_PASSING):
-                async with db.acquire(self._means.pool) as connection:
+                async with db.transaction(self._means.pool) as connection:
                     before = self._controls
                     self._controls, self._capped_kinds = await controls.limits(connection)
+                    await jobs.line_up(connection, list(self._slots))
                     if await installation.drain_requested(connection, self._name):
                         log.info("drain_requested")
                         self._stop.set()
