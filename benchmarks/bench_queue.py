@@ -506,9 +506,7 @@ class Watch:
     transactions: float
 
 
-def _watched(
-    here: Stand, slots: str, *, waiting: int, kind: str = "bench.sleep"
-) -> Watch:
+def _watched(here: Stand, slots: str, *, waiting: int, kind: str = "bench.sleep") -> Watch:
     ours = Ours(here, slots=slots)
     ours.fill(0)
     if waiting:

@@ -164,8 +164,8 @@ async def enqueue(
 
 
 async def line_up(connection: db.Connection, queues: Sequence[str]) -> int:
-    """Give turns and tickets to the jobs of these queues that held back and are due, in the caller's
-    transaction; how many, at most 500 of each queue."""
+    """Give turns and tickets to the jobs of these queues that held back and are due, in the
+    caller's transaction; how many, at most 500 of each queue."""
     rows = await connection.fetch(_SQL.line_up, queues, _LINE_UP)
     await queue.publish(
         connection,
@@ -193,7 +193,7 @@ async def claim(
     """Claim those jobs of `tickets` that are claimable now and of a kind and version in `kinds`.
 
     A ticket for a job that is not claimable is worth nothing. One for a job that waits, but is not
-    for this worker, is published again for others, a little later.
+    for this worker, is set aside for others.
     """
     rows = await connection.fetch(
         _SQL.claim,
@@ -208,14 +208,13 @@ async def claim(
     claims = [Claim(**dict(row)) for row in rows]
     if len(claims) < len(tickets):
         claimed = {c.id for c in claims}
-        await put_back(connection, [t for t in tickets if t.job_id not in claimed])
+        await set_aside(connection, [t for t in tickets if t.job_id not in claimed])
     return claims
 
 
-async def put_back(
-    connection: db.Connection, tickets: Sequence[Ticket], *, delay_seconds: float = 1.0
-) -> None:
-    """Publish again the tickets of jobs that still wait; the others are dropped."""
+async def set_aside(connection: db.Connection, tickets: Sequence[Ticket]) -> None:
+    """Publish again the tickets of jobs that still wait, each in the lane of its sort; the others
+    are dropped."""
     rows = await connection.fetch(
         _SQL.unclaimed,
         [t.tenant_id for t in tickets],
@@ -225,10 +224,23 @@ async def put_back(
     await queue.publish(
         connection,
         [
-            Ticket(r["queue"], r["tenant_id"], r["id"], r["priority"], r["turn"], delay_seconds)
+            Ticket(
+                r["queue"],
+                r["tenant_id"],
+                r["id"],
+                r["priority"],
+                r["turn"],
+                lane(r["kind"], r["schema_version"]),
+            )
             for r in rows
         ],
     )
+
+
+def lane(kind: str, version: int) -> str:
+    """Where tickets of this sort of job lie aside: of a kind that runs as often as it may, or that
+    the worker which met them does not know."""
+    return f"{kind}/{version}"
 
 
 async def running(
@@ -559,8 +571,8 @@ async def restart(
     generation: int | None = None,
     delay_seconds: float = 0.0,
 ) -> bool:
-    """failed → queued, attempts from zero and history kept, with a ticket as for `requeue`; False if
-    not failed."""
+    """failed → queued, attempts from zero and history kept, with a ticket as for `requeue`; False
+    if not failed."""
     row = await connection.fetchrow(
         _SQL.replay, tenant_id, job_id, generation, timedelta(seconds=delay_seconds)
     )

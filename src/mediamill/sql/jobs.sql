@@ -112,7 +112,7 @@ FROM claimed AS c
 
 -- name: unclaimed
 -- Those of the given jobs that wait and are due, but that this worker left alone.
-SELECT j.tenant_id, j.id, j.queue, j.priority, j.turn, j.kind
+SELECT j.tenant_id, j.id, j.queue, j.priority, j.turn, j.kind, j.schema_version
 FROM jobs AS j
 JOIN unnest($1::text[], $2::uuid[], $3::text[]) AS ticket (tenant_id, id, queue)
   ON j.tenant_id = ticket.tenant_id AND j.id = ticket.id AND j.queue = ticket.queue
