@@ -595,7 +595,7 @@ async def read_timeline(request: Request) -> Response:
     body = {
         "schema_version": SCHEMA_VERSION,
         "id": ids.encode(ids.MEDIA, media_id),
-        **shown_timeline(found, moves, state=state),
+        **shown_timeline(found, moves, state=state, outputs=row["variants"] or ()),
     }
     return json_response(body, 200, {"Cache-Control": "private, no-cache"})
 

@@ -7,7 +7,7 @@ import hmac
 import json
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -403,9 +403,23 @@ class Page:
 
 
 def shown_timeline(
-    found: Sequence[timeline.Segment], moves: Sequence[db.Row], *, state: str
+    found: Sequence[timeline.Segment],
+    moves: Sequence[db.Row],
+    *,
+    state: str,
+    outputs: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Segments, their sum, one sentence, and the moves that they come from."""
+    """Segments, their sum, one sentence, and the moves that they come from.
+
+    The last encode tells how long each of the `outputs` took in it. What one pass makes is made
+    together, so these may overlap.
+    """
+    encode = max((n for n, s in enumerate(found) if s.name == "encode"), default=None)
+    made = [
+        {"name": o["name"], "seconds": round(o["seconds"], 6)}
+        for o in outputs
+        if o["seconds"] is not None
+    ]
     return {
         "state": state,
         "total_seconds": round(sum(s.seconds for s in found), 6),
@@ -419,8 +433,9 @@ def shown_timeline(
                 "attempt": s.attempt,
                 "worker": s.worker,
                 "reason": s.detail,
+                "outputs": made if n == encode else [],
             }
-            for s in found
+            for n, s in enumerate(found)
         ],
         "moves": [
             {
