@@ -690,8 +690,8 @@ def _burst(here: Stand, report: Report) -> None:
     report.figure("burst: drained at", seen.rate, "jobs/s")
     report.aim("burst: jobs not completed", seen.unfinished, most=0)
     before, burst = ([w[1] for w in waits] for waits in (seen.waits_before, seen.waits_burst))
-    # A wait is until the result is there. Nothing is interrupted, so a start waits for the next slot
-    # that gets free, which alone is no wait at all: that ratio would say nothing.
+    # A wait is until the result is there. Nothing is interrupted, so a start waits for the next
+    # slot that gets free, which alone is no wait at all: that ratio would say nothing.
     for name, quantile in (("p50", 0.5), ("p99", 0.99)):
         ratio = percentile(burst, quantile) / percentile(before, quantile)
         report.aim(f"quiet tenant's wait until done, burst / alone, {name}", ratio, most=2.0)

@@ -15,6 +15,7 @@ from tests.api.conftest import Api, Body, check_problem, make_api
 from mediamill import db, ids, keys, webhooks
 from mediamill.failures import Code
 from mediamill.keys import Keychain
+from mediamill.sealing import Vault
 
 pytestmark = pytest.mark.anyio
 
@@ -215,7 +216,9 @@ async def endpoint(api: Api) -> tuple[str, str]:
     """A webhook endpoint of the tenant, and a delivery for it."""
     async with db.transaction(api.pool) as connection:
         wanted = webhooks.Wanted("http://127.0.0.1:9/")
-        row, _ = await webhooks.add(connection, api.tenant, wanted, origin="-", most=10)
+        row, _ = await webhooks.add(
+            connection, api.tenant, wanted, origin="-", most=10, vault=Vault()
+        )
         delivery_id = await webhooks.test(connection, row)
     return ids.encode(ids.ENDPOINT, row["id"]), ids.encode(ids.DELIVERY, delivery_id)
 

@@ -32,6 +32,7 @@ from mediamill.failures import BY_NAME, Code, Problem, Refused
 from mediamill.installation import Installation
 from mediamill.keys import Caller, Keychain
 from mediamill.multipart import Multiparts
+from mediamill.sealing import Vault
 from mediamill.storage import Storage
 from mediamill.tus import Transfers
 
@@ -53,6 +54,7 @@ class Services:
     forecaster: Forecaster
     egress: Egress
     follower: Follower
+    vault: Vault = field(init=False)
     shutting_down: asyncio.Event = field(default_factory=asyncio.Event)
     waiters: int = 0
     streams: Counter[str] = field(default_factory=Counter)
@@ -62,6 +64,7 @@ class Services:
 
     def __post_init__(self) -> None:
         self.use(self.storage)
+        self.vault = Vault.of(self.settings)
 
     def use(self, store: Storage) -> None:
         """Take uploads to this storage."""
