@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import random
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -158,6 +159,8 @@ def json_response(
 
 _WAIT_MOST: Final = 25.0
 _LOOK_SECONDS: Final = 5.0
+_LOOKS_PER_SECOND: Final = 100
+_COME_BACK_SECONDS: Final = (2, 10)
 
 
 def wait_seconds(request: Request) -> float:
@@ -199,7 +202,11 @@ async def wait_for(
                 if left <= 0:
                     break
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(min(left, _LOOK_SECONDS)):
+                    # A look is for what the log did not tell; many waiters look less often.
+                    look = _LOOK_SECONDS * max(
+                        1.0, here.waiters / _LOOKS_PER_SECOND / _LOOK_SECONDS
+                    )
+                    async with asyncio.timeout(min(left, look)):
                         await subscription.wake.wait()
                 subscription.take()
         finally:
@@ -207,6 +214,15 @@ async def wait_for(
     finally:
         here.waiters -= 1
     return seconds
+
+
+def waited_headers(here: Services, waited: float) -> dict[str, str]:
+    """What an answer tells about a wait of so many seconds. When this process ends, all who wait are
+    answered in one moment: their return is spread over the next seconds."""
+    headers = {"Preference-Applied": f"wait={waited:g}"} if waited else {}
+    if waited and here.shutting_down.is_set():
+        headers["Retry-After"] = str(random.randint(*_COME_BACK_SECONDS))  # noqa: S311
+    return headers
 
 
 async def poll_after(
