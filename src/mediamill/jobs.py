@@ -623,10 +623,13 @@ async def list_newest(
     created_before: datetime | None = None,
 ) -> list[db.Row]:
     """Newest first, below the cursor `before`; a filter that is None does not restrict."""
+    first, last = ids.span(created_after, created_before)
+    if before is not None:
+        last = min(last, UUID(int=before.int - 1))
     return await connection.fetch(
         _SQL.list,
         tenant_id,
-        before,
+        last,
         states,
         kind,
         queue_name,
@@ -634,6 +637,7 @@ async def list_newest(
         created_after,
         created_before,
         limit,
+        first,
     )
 
 

@@ -58,7 +58,7 @@ async def made(client: httpx.AsyncClient, url: str, **more: Any) -> Body:
 async def test_a_secret_is_kept_nowhere_in_plain_and_told_again_to_the_same_request(
     shared_database: str, tmp_path: Path
 ) -> None:
-    options = {"egress_allow_networks": LOCAL, "secrets_key": sealing.new_key()}
+    options: dict[str, Any] = {"egress_allow_networks": LOCAL, "secrets_key": sealing.new_key()}
     async with make_api(shared_database, tmp_path, **options) as api:
         given = {"url": "http://127.0.0.1:9/in"}
         headers = {"Idempotency-Key": "once"}

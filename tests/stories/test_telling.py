@@ -254,7 +254,7 @@ def test_every_event_of_an_outage_arrives_or_is_given_up_and_can_be_recovered(
 def test_ten_thousand_who_wait_come_back_spread_after_a_restart_and_miss_nothing(
     make_platform: Callable[..., Platform],
 ) -> None:
-    """Half of them stream, half of them poll with a long wait, as a client that does as it is told."""
+    """Half of them stream, half of them poll with a long wait; all do as they are told."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     half = min(5000, (hard - 1000) // 2)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2 * half + 1000)), hard))

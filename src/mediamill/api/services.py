@@ -217,8 +217,8 @@ async def wait_for(
 
 
 def waited_headers(here: Services, waited: float) -> dict[str, str]:
-    """What an answer tells about a wait of so many seconds. When this process ends, all who wait are
-    answered in one moment: their return is spread over the next seconds."""
+    """What an answer tells about a wait of so many seconds. When this process ends, all who wait
+    are answered in one moment: their return is spread over the next seconds."""
     headers = {"Preference-Applied": f"wait={waited:g}"} if waited else {}
     if waited and here.shutting_down.is_set():
         headers["Retry-After"] = str(random.randint(*_COME_BACK_SECONDS))  # noqa: S311

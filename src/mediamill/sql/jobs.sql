@@ -625,10 +625,10 @@ WHERE tenant_id = $1 AND id = $2 AND fence = $3 AND state = 'processing'
 FOR SHARE
 
 -- name: list
--- Newest first, below the cursor $2; filters that are NULL do not count.
+-- Newest first, from the id $2 down to $10; filters that are NULL do not count.
 SELECT * FROM jobs
 WHERE tenant_id = $1
-  AND ($2::uuid IS NULL OR id < $2)
+  AND id BETWEEN $10 AND $2
   AND ($3::text[] IS NULL OR state = ANY($3))
   AND ($4::text IS NULL OR kind = $4)
   AND ($5::text IS NULL OR queue = $5)
