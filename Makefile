@@ -6,7 +6,7 @@ RUN    := $(VENV)/.installed-run
 DEV    := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-once test test-long test-ui test-extra check fix docs lock run bench-accept bench-overhead bench-images bench-video bench-queue bench-telling bench-uploads bench soak clean
+.PHONY: help demo demo-once test test-long test-ui test-extra check fix docs lock run bench-accept bench-overhead bench-images bench-video bench-queue bench-telling bench-uploads bench-start bench soak clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
@@ -57,8 +57,11 @@ fix: $(DEV)  ## format and repair what can be repaired
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: $(DEV)  ## write the generated tables into docs/reference
+docs: $(DEV)  ## write the reference pages and the blocking client's source, then the site into build/site
+	$(BIN)/python -m mediamill.client.twin
+	$(BIN)/ruff format --quiet src/mediamill/client/blocking.py
 	$(BIN)/python -m mediamill.reference docs/reference
+	$(BIN)/python docs/build_site.py
 
 bench-accept: $(DEV)  ## accepting a job, against a bare durable INSERT
 	$(BIN)/python benchmarks/bench_accept.py
@@ -81,7 +84,10 @@ bench-telling: $(DEV)  ## polls, streams, webhooks beside a black hole, and how 
 bench-uploads: $(DEV)  ## files in, by signed PUT and by tus, against a bare write loop
 	$(BIN)/python benchmarks/bench_uploads.py
 
-bench: bench-accept bench-overhead bench-images bench-video bench-queue bench-telling bench-uploads  ## all benchmarks
+bench-start: $(DEV)  ## `mediamill --help`, against bare click
+	$(BIN)/python benchmarks/bench_start.py
+
+bench: bench-accept bench-overhead bench-images bench-video bench-queue bench-telling bench-uploads bench-start  ## all benchmarks
 
 soak: $(DEV)  ## random faults for SECONDS (default 600), then an independent check; prints its seed
 	$(BIN)/python benchmarks/soak.py

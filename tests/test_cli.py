@@ -5,12 +5,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
+import re
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+import tomllib
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 from standardwebhooks.webhooks import Webhook
@@ -19,8 +25,10 @@ from tests.api.conftest import Served, serving
 from tests.sink import LOCAL, answering, listening
 
 from mediamill import db, ids, jobs, listen
-from mediamill.cli import main
+from mediamill.cli import COMMANDS, SERVER, main, submit
 from mediamill.cli.remote import Exit
+from mediamill.client import OutputProgress, Progress
+from mediamill.client.blocking import JobCalls, MediaCalls
 from mediamill.failures import Code, Problem
 
 pytestmark = pytest.mark.anyio
@@ -68,18 +76,87 @@ async def dead_letter(served: Served) -> str:
     return str(body["job"]["id"])
 
 
-def test_help_loads_nothing_heavy() -> None:
+def modules_loaded_by(*args: str) -> tuple[set[str], str]:
+    """What a command imports beyond Python's start, and what it prints."""
     code = (
-        "import sys\nfrom mediamill.cli import main\n"
-        "try: main(['--help'])\nexcept SystemExit: pass\n"
-        "heavy = {'asyncio', 'pydantic', 'rich', 'httpx2', 'asyncpg', 'fastapi'}\n"
-        "heavy.add('mediamill.config')\n"
-        "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
+        "import sys\nbefore = set(sys.modules)\nfrom mediamill.cli import main\n"
+        f"try: main({list(args)!r})\nexcept SystemExit: pass\n"
+        "print(*(set(sys.modules) - before), file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stderr == "[]\n"
-    for name in ("submit", "jobs", "media", "dlq", "queues", "workers", "recipes", "webhooks"):
-        assert f"\n  {name} " in done.stdout
+    return set(done.stderr.split()), done.stdout
+
+
+def test_help_loads_click_and_next_to_nothing_else() -> None:
+    code = (
+        "import sys\nbefore = set(sys.modules)\nimport click\n"
+        "inner = {'z': click.Command('z', help='z')}\n"
+        "try: click.Group('x', help='y', commands=inner)(['--help'])\n"
+        "except SystemExit: pass\nprint(*(set(sys.modules) - before), file=sys.stderr)"
+    )
+    bare = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded, said = modules_loaded_by("--help")
+    assert loaded - set(bare.stderr.split()) == {"mediamill", "mediamill.cli"}
+    for name in COMMANDS:
+        assert f"\n  {name} " in said
+
+
+@pytest.mark.parametrize("name", ["submit", "jobs", "keys", "top", "webhooks"])
+def test_the_help_of_a_command_loads_no_library_of_the_server(name: str) -> None:
+    loaded, _ = modules_loaded_by(name, "--help")
+    heavy = {"asyncio", "pydantic", "rich", "httpx2", "asyncpg", "fastapi", "mediamill.config"}
+    assert loaded & heavy == set()
+
+
+WITHOUT_THE_SERVER = """
+import sys
+from mediamill.cli import SERVER, main
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in SERVER:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+main(prog_name="mediamill")
+"""
+
+
+async def test_the_client_and_its_commands_work_without_the_server_installed(
+    served: Served, tmp_path: Path
+) -> None:
+    env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+    there = {"MEDIAMILL_URL": served.url, "MEDIAMILL_API_KEY": served.api.token}
+    (tmp_path / "a.jpg").write_bytes(b"\xff\xd8\xff\xe0")
+
+    async def run(*args: str, **more: str) -> subprocess.CompletedProcess[str]:
+        return await asyncio.to_thread(
+            subprocess.run,
+            [sys.executable, "-c", WITHOUT_THE_SERVER, *args],
+            cwd=tmp_path,
+            env=env | more,
+            capture_output=True,
+            text=True,
+            timeout=50,
+            check=False,
+        )
+
+    sent = await run("submit", "a.jpg", "-o", "ids", **there)
+    assert sent.returncode == 0, sent.stderr
+    assert ids.decode(ids.MEDIA, sent.stdout.strip())
+    for args in (["jobs", "list"], ["doctor"], ["api"]):
+        refused = await run(*args)
+        assert refused.returncode == 1
+        assert "pip install 'mediamill[server]'" in refused.stderr
+        assert "Traceback" not in refused.stderr
+
+
+def test_the_libraries_of_the_server_are_those_of_its_extra() -> None:
+    text = (Path(__file__).parents[1] / "pyproject.toml").read_text("utf-8")
+    extra = tomllib.loads(text)["project"]["optional-dependencies"]["server"]
+    names = {re.split(r"[>=<;\[ ]", line)[0].replace("-", "_") for line in extra}
+    # The client's HTTP library brings the one, FastAPI the other.
+    assert names - {"httpcore2"} | {"starlette"} == SERVER
 
 
 def test_every_command_has_help_that_fits_a_screen() -> None:
@@ -88,10 +165,34 @@ def test_every_command_has_help_that_fits_a_screen() -> None:
         assert shown.exit_code == 0
         assert len(shown.output.splitlines()) <= 40, path
         assert command.help, path
-        inner = getattr(command, "commands", {})
-        return 1 + sum(check(inner[name], [*path, name]) for name in inner)
+        if not isinstance(command, click.Group):
+            return 1
+        context = click.Context(command)
+        names = command.list_commands(context)
+        return 1 + sum(check(command.get_command(context, n), [*path, n]) for n in names)
 
     assert check(main, []) > 50
+
+
+def test_the_list_of_commands_says_what_each_says_itself() -> None:
+    """And nothing that a module offers as a command is left out."""
+    context = click.Context(main)
+    listed = {main.get_command(context, name) for name in COMMANDS}
+    for name, (_, says) in COMMANDS.items():
+        command = main.get_command(context, name)
+        assert command is not None
+        assert command.name == name
+        own = " ".join((command.help or "").split())
+        assert own.lower().startswith(says.split(",")[0].rstrip(".").lower()), (says, own)
+    below = {
+        inner
+        for group in listed
+        if isinstance(group, click.Group)
+        for inner in group.commands.values()
+    }
+    for module in {module for module, _ in COMMANDS.values()}:
+        found = vars(import_module(f"mediamill.cli.{module}")).values()
+        assert {c for c in found if isinstance(c, click.Command)} <= listed | below
 
 
 def test_every_exit_code_is_explained_in_the_documentation() -> None:
@@ -238,6 +339,15 @@ async def test_endpoints_and_deliveries(cli: Run) -> None:
     await cli("webhooks", "disable", made["id"])
     await cli("webhooks", "test", made["id"], exit_code=Exit.CONFLICT)
     await cli("webhooks", "enable", made["id"])
+    flags = ["--types", "media.ready", "--to", "http://127.0.0.1:9/new"]
+    await cli("webhooks", "change", made["id"], *flags)
+    changed = json.loads((await cli("webhooks", "get", made["id"], "-o", "json")).stdout)
+    assert (changed["types"], changed["url"]) == (["media.ready"], "http://127.0.0.1:9/new")
+    await cli("webhooks", "change", made["id"], "--types", "all")
+    changed = json.loads((await cli("webhooks", "get", made["id"], "-o", "json")).stdout)
+    assert changed["types"] is None
+    await cli("webhooks", "change", made["id"], exit_code=Exit.USAGE)
+    await cli("webhooks", "inbox", exit_code=Exit.NOT_FOUND)
     rotated = json.loads((await cli("webhooks", "rotate", made["id"], "-o", "json")).stdout)
     assert rotated["secret"] != made["secret"]
     await cli("webhooks", "recover", made["id"], "--since", "2026-01-01")
@@ -301,6 +411,152 @@ def test_a_file_is_processed_without_any_server(
     assert not (tmp_path / "no").exists()
     result = CliRunner().invoke(main, ["run", str(junk), "--recipe", "nowhere"])
     assert result.exit_code == Exit.USAGE
+
+
+async def test_a_shell_is_offered_what_the_server_has(
+    served: Served, cli: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = await served.api.queued()
+    dead = await dead_letter(served)
+
+    async def offered(*words: str, begun: str = "") -> list[str]:
+        monkeypatch.setenv("_MEDIAMILL_COMPLETE", "bash_complete")
+        monkeypatch.setenv("COMP_WORDS", " ".join(["mediamill", *words, begun]))
+        monkeypatch.setenv("COMP_CWORD", str(len(words) + 1))
+        result = await asyncio.to_thread(
+            CliRunner().invoke, main, [], prog_name="mediamill", complete_var="_MEDIAMILL_COMPLETE"
+        )
+        return [line.partition(",")[2] for line in result.stdout.splitlines() if line]
+
+    assert body["id"] in await offered("media", "get")
+    assert body["job"]["id"] in await offered("jobs", "cancel", begun="job_")
+    assert await offered("jobs", "cancel", begun="med_") == []
+    assert await offered("dlq", "replay") == [dead]
+    assert await offered("submit", "--recipe", begun="w") == ["web"]
+    assert "worker_crashed" in await offered("dlq", "list", "--code", begun="worker")
+    assert await offered("trigger", begun="media.re") == ["media.ready"]
+    monkeypatch.setenv("MEDIAMILL_URL", "http://127.0.0.1:9")
+    assert await offered("media", "get") == []
+
+
+async def test_ctrl_c_says_how_to_come_back_once_the_bars_are_gone(
+    served: Served, cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def closing(name: str, *, shown: bool) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            click.echo("a bar is closed", err=True)
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(submit, "_bar", closing)
+    for name in ("a.jpg", "b.jpg"):
+        (tmp_path / name).write_bytes(b"\xff\xd8\xff\xe0")
+    files = [str(tmp_path / name) for name in ("a.jpg", "b.jpg")]
+    with monkeypatch.context() as broken:
+        broken.setattr(MediaCalls, "wait", interrupted)
+        result = await cli("submit", *files, "--watch", exit_code=Exit.INTERRUPTED)
+        said = result.stderr.splitlines()
+        made = [m["id"] for m in json.loads((await cli("media", "list", "-o", "json")).stdout)]
+        assert said[-2:] == [f"  mediamill media wait {id_}" for id_ in made[::-1]]
+        assert (
+            "a bar is closed" not in said[said.index("It goes on without you. Come back with:") :]
+        )
+    with monkeypatch.context() as broken:
+        broken.setattr(JobCalls, "wait", interrupted)
+        result = await cli("jobs", "wait", "job_x", exit_code=Exit.INTERRUPTED)
+        assert result.stderr.endswith("  mediamill jobs wait job_x\n")
+    with monkeypatch.context() as broken:
+        broken.setattr(MediaCalls, "submit", interrupted)
+        result = await cli("submit", *files, exit_code=Exit.INTERRUPTED)
+        assert "go on with the same command" in result.stderr
+
+
+async def test_lists_are_filtered_and_addresses_are_fetched(served: Served, cli: Run) -> None:
+    await served.api.queued()
+    dead = await dead_letter(served)
+    listed = await cli("jobs", "list", "--code", "worker_crashed", "-o", "ids")
+    assert listed.stdout.split() == [dead]
+    assert (await cli("media", "list", "--kind", "video", "-o", "ids")).stdout == ""
+    failed = await cli("media", "list", "--code", "worker_crashed", "--recipe", "web", "-o", "ids")
+    assert len(failed.stdout.split()) == 1
+    fetched = await cli("submit", "http://127.0.0.1:9/a.jpg", "-o", "json")
+    assert json.loads(fetched.stdout)[0]["filename"] == "a.jpg"
+    await cli("submit", "http://169.254.169.254/", exit_code=Exit.USAGE)
+    key = await served.api.new_key(served.api.tenant, "admin", "operate")
+    seen = json.loads((await cli("top", "--once", "--api-key", key, "-o", "jsonl")).stdout)
+    assert {"at", "queues", "workers", "running"} == set(seen)
+
+
+def test_what_does_not_come_from_the_api_has_every_form_too(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEDIAMILL_DATABASE_URL", database)
+    monkeypatch.setenv("MEDIAMILL_DATA_DIR", str(tmp_path))
+
+    def run(*args: str) -> str:
+        result = CliRunner().invoke(main, args)
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    bare = run("keys", "create", "--name", "bare").strip()
+    assert bare.startswith("mpk_")
+    made = json.loads(run("keys", "create", "--scope", "media:read", "-o", "json"))
+    assert made["key"].startswith("mpk_")
+    assert made["scopes"] == ["media:read"]
+    kept = json.loads(run("keys", "list", "-o", "json"))
+    assert {k["name"]: k["scopes"] for k in kept} == {
+        "bare": ["admin"],
+        "command line": ["media:read"],
+    }
+    assert {k["state"] for k in kept} == {"active"}
+    ids_ = run("keys", "list", "-o", "ids").split()
+    run("keys", "revoke", ids_[0])
+    assert "revoked" in run("keys", "list")
+    settings = {row["name"]: row for row in json.loads(run("config", "show", "-o", "json"))}
+    assert settings["database_url"]["origin"] == "MEDIAMILL_DATABASE_URL"
+    assert run("estimates", "report", "-o", "json") == "[]\n"
+
+
+def test_progress_is_plain_lines_without_a_terminal_and_bars_with_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def outputs(percent: float) -> tuple[OutputProgress, ...]:
+        return (
+            OutputProgress(name="720p", percent=percent, speed=2.5, seconds_left=8),
+            OutputProgress(name="360p", percent=2 * percent),
+        )
+
+    said = [
+        Progress("upload", "upload", 100.0),
+        Progress("process", "encode", 30.0, outputs=outputs(20.0)),
+        Progress("process", "encode", 60.0, outputs=outputs(40.0)[:1]),
+        Progress("process", "ready", 100.0),
+    ]
+    with submit._bar("film.mp4", shown=True) as moved:
+        for each in said:
+            moved(each)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "film.mp4: upload 100 %"
+    assert lines[1] == "film.mp4: encode 30 % (720p 20 %, 360p 40 %)"
+    assert lines[-1] == "film.mp4: ready 100 %"
+    assert not any("\x1b" in line for line in lines)
+
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with submit._bar("film.mp4", shown=True) as moved:
+        for each in said[:3]:
+            moved(each)
+    drawn = capsys.readouterr().err
+    for text in ("film.mp4", "  720p", "40 %", "2.5× 8 s", "  360p", "100 %"):
+        assert text in drawn
+    assert "\x1b[3" not in drawn, "a color in spite of NO_COLOR"
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
+import re
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import pytest
+from pydantic import ValidationError
 from tests import rows
 from tests.api.conftest import Served, media_uuid, serving
 from tests.sink import LOCAL
@@ -37,10 +44,12 @@ from mediamill.client import (
     WaitTimeout,
     WorkFailed,
     blocking,
+    twin,
     unwrap,
 )
 from mediamill.client.errors import AddressExpired, problem
 from mediamill.failures import Code
+from mediamill.reference import openapi
 
 pytestmark = pytest.mark.anyio
 
@@ -111,6 +120,98 @@ def test_both_clients_have_the_same_names_and_signatures() -> None:
                     assert doc == inspect.getdoc(getattr(there, method)), method
 
 
+def test_the_blocking_client_is_what_its_twin_makes_of_it() -> None:
+    formatted = subprocess.run(
+        [Path(sys.executable).with_name("ruff"), "format", "--stdin-filename", "x.py", "-"],
+        input=twin.blocking(),
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert Path(blocking.__file__).read_text("utf-8") == formatted, "run `make docs`"
+
+
+def test_every_route_of_the_api_can_be_reached() -> None:
+    """But for those that a caller gets an address to, or that only others call."""
+    seen: set[tuple[str, str]] = set()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.add((request.method, request.url.path))
+        if request.method == "GET" and "webhook-endpoints" in request.url.path:
+            return httpx.Response(200, json={}, headers={"ETag": '"1"'})
+        return httpx.Response(404, json={"code": "not_found"})
+
+    now = datetime.now(UTC)
+    with Client("http://x", "k", transport=httpx.MockTransport(answer)) as client:
+        calls: list[Callable[[], Any]] = [
+            lambda: list(client.events()),
+            client.stream_url,
+            lambda: client.media.submit(b"x"),
+            lambda: client.media.submit(b"x", way="multipart"),
+            lambda: client.media.submit(b"x", way="tus"),
+            lambda: client.media.complete("m"),
+            client.media.upload_token,
+            lambda: client.media.get("m"),
+            lambda: list(client.media.list()),
+            lambda: client.media.process("m"),
+            lambda: client.media.delete("m"),
+            lambda: client.media.timeline("m"),
+            lambda: list(client.media.events("m")),
+            lambda: client.jobs.create("k"),
+            lambda: client.jobs.get("j"),
+            lambda: list(client.jobs.list()),
+            lambda: client.jobs.cancel("j"),
+            lambda: client.jobs.replay("j"),
+            lambda: client.jobs.timeline("j"),
+            lambda: list(client.jobs.events("j")),
+            lambda: list(client.dead_letters.list()),
+            lambda: client.dead_letters.get("j"),
+            client.dead_letters.replay,
+            lambda: client.dead_letters.discard("j"),
+            client.queues.list,
+            lambda: client.queues.pause("q"),
+            lambda: client.queues.resume("q"),
+            lambda: client.queues.cap("q", 1),
+            client.workers.list,
+            lambda: client.workers.drain("w"),
+            client.recipes.list,
+            lambda: client.recipes.get("r"),
+            lambda: client.recipes.validate({}),
+            lambda: client.webhooks.create("http://x"),
+            lambda: list(client.webhooks.list()),
+            lambda: client.webhooks.get("e"),
+            lambda: client.webhooks.change("e", state="enabled"),
+            lambda: client.webhooks.delete("e"),
+            lambda: client.webhooks.rotate("e"),
+            lambda: client.webhooks.test("e"),
+            lambda: client.webhooks.recover("e", now),
+            lambda: list(client.webhooks.deliveries("e")),
+            lambda: client.webhooks.delivery("d"),
+            lambda: client.webhooks.redeliver("d"),
+            client.webhooks.inbox,
+        ]
+        for call in calls:
+            with contextlib.suppress(NotFound, ValidationError, KeyError):
+                call()
+    unreached = {
+        f"{method.upper()} {path}"
+        for path, methods in openapi()["paths"].items()
+        for method in methods
+        if not any(
+            method.upper() == m and re.fullmatch(re.sub(r"{\w+}", "[^/]+", path), p)
+            for m, p in seen
+        )
+    }
+    assert unreached == {
+        "GET /v1/media/{media_id}/variants/{name}",  # a variant has its `url`
+        "GET /v1/uploads/{upload_id}/parts",  # inside `submit`, after an answer
+        "POST /v1/uploads/{upload_id}/parts",
+        "POST /v1/uploads/{upload_id}/complete",
+        "POST /v1/uploads/{upload_id}/abort",  # one that is forgotten ends by itself
+        "POST /v1/inbox",  # where webhooks go
+    }
+
+
 def test_every_failure_code_has_an_error_that_fits_its_status() -> None:
     kinds: dict[int, type[Problem]] = {
         400: InvalidRequest,
@@ -168,6 +269,7 @@ async def test_a_file_is_uploaded_with_progress(served: Served, big: Path, way: 
 async def test_another_process_goes_on_where_the_first_one_stopped(
     served: Served, big: Path, tmp_path: Path, way: Any
 ) -> None:
+    big.write_bytes(b"\xff\xd8\xff\xe0" + bytes(40 * _MIB))
     state = tmp_path / "state" / "big.json"
     seen: list[Progress] = []
 
@@ -189,6 +291,77 @@ async def test_another_process_goes_on_where_the_first_one_stopped(
     # What had arrived is not sent again: the first word is of what is beyond it.
     assert seen[0].done_bytes is not None
     assert seen[0].done_bytes >= 8 * _MIB
+
+
+class Meeting(httpx.HTTPTransport):
+    """Lets PUTs go on only when several are under way."""
+
+    def __init__(self, parties: int) -> None:
+        super().__init__()
+        self._met = threading.Barrier(parties, timeout=20)
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        if request.method == "PUT" and request.headers["content-length"] != "4":
+            self._met.wait()
+        return super().handle_request(request)
+
+
+async def test_parts_are_sent_side_by_side_and_the_first_that_fails_ends_the_others(
+    served: Served, big: Path
+) -> None:
+    seen: list[Progress] = []
+
+    def work() -> None:
+        with _client(served, transport=Meeting(2)) as client:
+            media = client.media.submit(big, way="multipart", on_progress=seen.append)
+            assert media.state == "queued"
+        first = [True]
+        lost = Faulty(lambda r: r.method == "PUT" and bool(first) and first.pop())
+        with (
+            _client(served, transport=lost, max_retries=0) as client,
+            pytest.raises(ConnectionFailed, match="was cut"),
+        ):
+            client.media.submit(big, way="multipart")
+
+    await asyncio.to_thread(work)
+    percents = [p.percent for p in seen if p.percent is not None]
+    assert percents == sorted(percents)
+    assert percents[-1] == 100.0
+
+
+async def test_a_slot_is_filled_by_somebody_else_and_an_address_is_fetched(
+    served: Served,
+) -> None:
+    def work() -> None:
+        with _client(served) as client:
+            slot = client.media.open(12, filename="a.jpg", content_type="image/jpeg")
+            assert slot.state == "awaiting_upload"
+            with pytest.raises(Conflict):
+                client.media.complete(slot)
+            up = slot.upload
+            httpx.request(
+                up.method, up.url, headers=up.headers, content=b"\xff\xd8\xff\xe0 another"
+            )
+            assert client.media.complete(slot).state == "queued"
+            assert client.media.complete(slot.id).state == "queued"
+            fetched = client.media.fetch("http://127.0.0.1:9/film.mp4", recipe="web")
+            assert (fetched.state, fetched.filename) == ("awaiting_upload", "film.mp4")
+            with pytest.raises(InvalidRequest) as caught:
+                client.media.fetch("http://169.254.169.254/")
+            assert caught.value.errors[0]["pointer"] == "/source/url"
+            token = client.media.upload_token(ttl_seconds=60)
+            assert token.companion_url.endswith(token.token)
+            for address in (
+                client.stream_url(),
+                client.media.stream_url(slot),
+                client.jobs.stream_url(next(client.jobs.list())),
+            ):
+                with httpx.stream("GET", address.url, timeout=10) as stream:
+                    assert stream.status_code == 200
+            with pytest.raises(NotFound, match="inbox"):
+                client.webhooks.inbox()
+
+    await asyncio.to_thread(work)
 
 
 async def test_a_file_that_changed_is_uploaded_anew(
@@ -275,6 +448,60 @@ async def test_waiting_ends_with_the_work_by_stream_or_long_poll(
     assert (seen[0].phase, seen[0].stage) == ("process", "queued")
     events = [s for s in network.seen if s.endswith("/events")]
     assert events
+
+
+def test_where_nothing_streams_or_waits_the_client_asks_at_the_pace_that_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A proxy that answers streams with an error and drops `Prefer`."""
+    asked: list[str] = []
+    pauses: list[float] = []
+    left = 6
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        nonlocal left
+        asked.append(request.url.path.rpartition("/")[2])
+        if asked[-1] == "events":
+            return httpx.Response(502)
+        left -= 1
+        body = {"id": "med_1", "state": "ready" if left == 0 else "processing", "progress": 5.0}
+        stamps = {"created_at": "2026-01-01T00:00:00Z", "updated_at": "2026-01-01T00:00:00Z"}
+        headers = {"ETag": f'"{left > 0}"', "Retry-After": "7"}
+        if request.headers.get("if-none-match") == headers["ETag"]:
+            return httpx.Response(304, headers=headers)
+        return httpx.Response(200, json=body | stamps, headers=headers)
+
+    monkeypatch.setattr(threading.Event, "wait", lambda _, seconds: pauses.append(seconds))
+    with Client("http://x", "k", transport=httpx.MockTransport(answer)) as client:
+        media = client.media.wait("med_1", timeout_seconds=600)
+    assert media.state == "ready"
+    assert asked.count("events") == 3, "streams are given up after three cuts"
+    assert pauses == [7.0] * len(pauses)
+    assert pauses
+
+
+async def test_one_callback_hears_of_the_upload_and_of_the_work(served: Served) -> None:
+    seen: list[Progress] = []
+    at_work = asyncio.Event()
+
+    def told(progress: Progress) -> None:
+        seen.append(progress)
+        if progress.phase == "process":
+            at_work.set()
+
+    async with AsyncClient(served.url, served.api.token) as client:
+        waiting = asyncio.create_task(
+            client.media.submit_and_wait(
+                b"\xff\xd8\xff\xe0 small", timeout_seconds=60, on_progress=told
+            )
+        )
+        await at_work.wait()
+        (item,) = [m async for m in client.media.list()]
+        await _publish(served, item.id, {"w8.webp": b"0123456789"})
+        media = await waiting
+    assert (media.id, media.state) == (item.id, "ready")
+    assert [p.phase for p in seen] == sorted((p.phase for p in seen), reverse=True)
+    assert {p.phase for p in seen} == {"upload", "process"}
 
 
 async def test_a_wait_that_is_too_long_and_work_that_fails_are_told_apart(

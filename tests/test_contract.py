@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.contract import breaking
 
-from mediamill import events, reference
+from mediamill import events, listen, reference
 from mediamill.states import MediaState
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -112,3 +112,15 @@ def stored(row: dict[str, Any]) -> Any:
     for name in ("event_id", "media_id", "job_id"):
         given[name] = row[name] and UUID(row[name])
     return given
+
+
+def test_a_sample_has_the_fields_of_a_real_event() -> None:
+    """What `trigger` sends, against the events that are kept as examples."""
+    newest = json.loads(EVENTS[-1].read_text())
+    real = {e["told"]["type"]: e["told"]["data"] for e in newest}
+    for type_ in events.TYPES:
+        said = json.loads(listen.sample(type_))["data"]
+        assert {"media_id", "job_id", "sequence"} <= set(said)
+        if type_ in real:
+            assert set(said) - {"reason"} == set(real[type_]) - {"reason"}, type_
+            assert said.get("state") == real[type_].get("state"), type_

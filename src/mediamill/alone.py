@@ -32,7 +32,7 @@ from mediamill.tools import Command, Finished, ProcessGroups, Toolbox
 
 _TENANT: Final = "default"
 _MOST_REROUTES: Final = 2
-OnMove = Callable[[str, float], None]
+OnMove = Callable[[str, float, Sequence[Mapping[str, Any]]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,7 @@ async def process(
 ) -> Result:
     """Make every output of a recipe from a file; all of them are written, or none.
 
+    `on_move` hears the stage, the percent, and how far the outputs are that are being made.
     Raises Failure, Refused (for a recipe or file that is not taken), OSError.
     """
     wanted = uploads.Wanted(
@@ -179,6 +180,7 @@ class _Work:
         self._groups = groups
         self._images = images
         self._on_move = on_move
+        self._outputs: Sequence[Mapping[str, Any]] = ()
         self._stage = ""
         self._percent = 0.0
 
@@ -220,11 +222,13 @@ class _Work:
 
     def progress(self, percent: float, detail: Mapping[str, Any] | None = None) -> None:
         self._percent = max(self._percent, min(percent, 100.0))
+        if detail is not None:
+            self._outputs = detail.get("outputs", ())
         self._moved()
 
     def _moved(self) -> None:
         if self._on_move is not None:
-            self._on_move(self._stage, self._percent)
+            self._on_move(self._stage, self._percent, self._outputs)
 
     async def fetch(self) -> Path:
         path = self._scratch / "in" / "original"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import platform
 import shutil
 import sys
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict, dataclass
 
 import click
 
@@ -35,27 +36,17 @@ class Finding:
     remedy: str = ""
 
 
-async def run(settings: Settings) -> int:
+async def run(settings: Settings, *, form: str = "table") -> int:
     """Print every finding; 1 if something must be mended."""
-    click.echo(
-        f"mediamill {__version__}   Python {platform.python_version()}   {platform.platform()}"
-    )
-    bad = False
-    async for finding in _findings(settings):
-        mark = {True: "✓", False: "✗", None: "·"}[finding.ok]
-        click.echo(f"  {mark} {finding.name:<26} {finding.detail}")
-        if finding.ok is False:
-            bad = True
-            if finding.remedy:
-                click.echo(f"      → {finding.remedy}")
-    return int(bad)
+    title = f"mediamill {__version__}   Python {platform.python_version()}   {platform.platform()}"
+    return _report(title, [finding async for finding in _findings(settings)], form)
 
 
-async def run_storage(settings: Settings, origin: str | None) -> int:
+async def run_storage(settings: Settings, origin: str | None, *, form: str = "table") -> int:
     """Print what the bucket enforces; 1 if it must not be used like this."""
     if settings.storage == "local":
-        click.echo(f"  ✓ local disk                 {settings.objects_dir}; the API enforces all")
-        return 0
+        detail = f"{settings.objects_dir}; the API enforces all"
+        return _report("", [Finding("local disk", True, detail)], form)
     try:
         from mediamill.storage import s3
         from mediamill.storage.inspection import Inspection
@@ -65,16 +56,37 @@ async def run_storage(settings: Settings, origin: str | None) -> int:
         wire = s3.Wire(s3.place(settings))
     except StorageRefused as error:
         raise click.ClickException(str(error)) from None
-    click.echo(f"bucket {wire.place.bucket}   {wire.address('', public=False)}")
-    bad = False
-    async for finding in Inspection(wire, origin or settings.base_url).run():
-        mark = {True: "✓", False: "✗", None: "·"}[finding.ok]
-        click.echo(f"  {mark} {finding.name:<26} {finding.detail}")
-        if finding.ok is not True and finding.remedy:
-            click.echo(f"      → {finding.remedy}")
-        bad = bad or finding.ok is False
-    await wire.close()
-    return int(bad)
+    try:
+        found = [
+            Finding(f.name, f.ok, f.detail, f.remedy)
+            async for f in Inspection(wire, origin or settings.base_url).run()
+        ]
+    finally:
+        await wire.close()
+    return _report(f"bucket {wire.place.bucket}   {wire.address('', public=False)}", found, form)
+
+
+def _report(title: str, findings: Sequence[Finding], form: str) -> int:
+    """Print findings for people, or as `json`, `jsonl`, or the names of what is at fault."""
+    match form:
+        case "json":
+            click.echo(json.dumps([asdict(f) for f in findings], indent=2, ensure_ascii=False))
+        case "jsonl":
+            for finding in findings:
+                click.echo(json.dumps(asdict(finding), ensure_ascii=False))
+        case "ids":
+            for finding in findings:
+                if finding.ok is False:
+                    click.echo(finding.name)
+        case _:
+            if title:
+                click.echo(title)
+            for finding in findings:
+                mark = {True: "✓", False: "✗", None: "·"}[finding.ok]
+                click.echo(f"  {mark} {finding.name:<26} {finding.detail}")
+                if finding.ok is not True and finding.remedy:
+                    click.echo(f"      → {finding.remedy}")
+    return int(any(finding.ok is False for finding in findings))
 
 
 async def _findings(settings: Settings) -> AsyncIterator[Finding]:

@@ -383,6 +383,7 @@ class Follower:
                 "stage": row["stage"],
                 "progress": progress,
                 "attempt": row["attempt"],
+                "outputs": row["outputs"] or [],
             },
         }
         made = frame(PROGRESS, body)

@@ -105,24 +105,51 @@ def sample(type_: str, code: str | None = None) -> bytes:
     failed = state in ("failed", "dead_lettered")
     if code is not None and (code not in BY_NAME or not failed):
         raise ValueError(f"--code {code} is no failure code, or {type_} has none")
-    said: dict[str, Any] = {"state": "failed" if state == "dead_lettered" else state}
+    said = _SAID.get(type_, {"state": state})
     if failed:
-        said["error"] = {"code": code or "corrupt_input"}
+        said = {"state": "failed", "error": {"code": code or "corrupt_input"}}
     row: dict[str, Any] = {
         "id": 1,
         "type": type_,
         "event_id": ids.new(),
         "at": datetime.now(UTC),
         "media_id": ids.new() if subject in ("media", "variant") else None,
-        "job_id": ids.new(),
+        "job_id": ids.new() if subject not in ("endpoint", "webhook") else None,
         "data": said,
-        "media_state": said["state"],
-        "variants": [] if type_ in ("media.ready", "variant.ready") else None,
+        "media_state": None if type_ == "media.deleted" else said.get("state", "processing"),
+        "variants": _VARIANTS if type_ in ("media.ready", "variant.ready") else None,
         **_SAMPLE,
     }
     return webhooks.encoded(events.shown(row))
 
 
+# What events say beyond a state of their name.
+_SAID: Final[dict[str, dict[str, Any]]] = {
+    "media.preview": {
+        "preview": {
+            "blurhash": "LEHV6nWB2yk8pyo0adR*.7kCMdnj",
+            "thumbhash": "3OcRJYB4d3h/iIeHeEh3eIhw+j3A",
+            "dominant_color": "#7a8b99",
+            "average_color": "#8093a1",
+            "inline": "data:image/webp;base64,…",
+        }
+    },
+    "media.deleted": {"reason": "requested"},
+    "variant.ready": {"state": "processing"},
+    "endpoint.disabled": {"endpoint": "ep_sample", "reason": "it answered 410 Gone"},
+    "webhook.test": {"endpoint": "ep_sample"},
+}
+_VARIANTS: Final = [
+    {
+        "name": "w320.webp",
+        "content_type": "image/webp",
+        "bytes": 12_600,
+        "sha256": "0" * 64,
+        "width": 320,
+        "height": 213,
+        "duration_seconds": None,
+    }
+]
 _SAMPLE: Final = {
     "kind": "image",
     "set_recipe": "web",

@@ -450,8 +450,15 @@ async def test_the_type_of_a_problem_leads_to_a_page(api: Api) -> None:
         for code in Code:
             answer = await stranger.get(f"/problems/{code.code}")
             assert answer.status_code == 200
+            assert answer.headers["content-type"] == "text/markdown; charset=utf-8"
             assert code.title in answer.text
             assert code.advice in answer.text
+            shown = await stranger.get(
+                f"/problems/{code.code}", headers={"Accept": "text/html,*/*;q=0.8"}
+            )
+            assert shown.headers["content-type"] == "text/html; charset=utf-8"
+            assert f"<h1>{code.code}</h1>" in shown.text
+            assert "<h2>What to do</h2>" in shown.text
         assert (await stranger.get("/problems/unheard")).status_code == 404
 
 

@@ -16,11 +16,11 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mediamill import __version__
+from mediamill import __version__, failure_pages
 from mediamill.api import (
     dashboard,
     dead_letters,
@@ -100,13 +100,15 @@ def create_app(services: Services) -> FastAPI:
 
 
 async def _problem_page(request: Request) -> Response:
-    """What a problem's `type` leads to: the row of the failure table, for a person."""
+    """What a problem's `type` leads to: its page, as HTML for a browser and else as Markdown."""
     code = BY_NAME.get(request.path_params["code"])
     if code is None:
         raise Refused(Code.NOT_FOUND)
-    verdict = "It may succeed later." if code.retryable else "The same request will fail again."
-    text = f"{code.code} ({code.status})\n\n{code.title}\n{code.advice}\n{verdict}\n"
-    return Response(text, media_type="text/plain; charset=utf-8")
+    headers = {"Cache-Control": "public, max-age=3600", "Vary": "Accept"}
+    if "text/html" in request.headers.get("accept", ""):
+        return HTMLResponse(failure_pages.page(code), headers=headers)
+    text = failure_pages.markdown(code)
+    return Response(text, media_type="text/markdown; charset=utf-8", headers=headers)
 
 
 _CREATE_BODY: Final = {
@@ -348,7 +350,7 @@ _ROUTES: Final[tuple[_Route, ...]] = (
         "/v1/dead-letters",
         "GET",
         dead_letters.list_dead_letters,
-        more=_query("code", "kind", "queue", "since", "until"),
+        more=_query(*dead_letters.FILTERS),
     ),
     _Route(
         "/v1/dead-letters/replay",

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Final
 
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mediamill import db, ids, jobs, media
-from mediamill.api.jobs import shown_job
+from mediamill.api.jobs import listed_job, shown_job
 from mediamill.api.services import (
     Page,
     caller,
@@ -18,6 +19,7 @@ from mediamill.api.services import (
     json_body,
     json_response,
     known_parameters,
+    listed,
     parse_body,
     path_id,
     services,
@@ -26,6 +28,7 @@ from mediamill.api.services import (
 from mediamill.failures import Code, Refused
 
 SCHEMA_VERSION: Final = 1
+FILTERS: Final = ("code", "kind", "queue", "since", "until")
 _MOST: Final = 10_000
 _BATCH: Final = 500
 
@@ -63,22 +66,15 @@ class ReplayMany(BaseModel):
 
 async def list_dead_letters(request: Request) -> Response:
     """Newest first, by `code`, `kind`, `queue`, `since` and `until` (RFC 3339)."""
-    sender = await caller(request, "dlq:manage")
-    names = ("code", "kind", "queue", "since", "until")
-    known_parameters(request, "limit", "cursor", *names)
-    here = services(request)
-    page = Page.of(request, sender.tenant_id)
-    given = {n: request.query_params[n] for n in names if n in request.query_params}
-    which = parse_body(Which, _json(given))
-    async with db.acquire(here.pool) as connection:
-        rows = await jobs.dead_letters(
-            connection,
-            sender.tenant_id,
-            which.filter(),
-            before=page.before,
-            limit=page.limit + 1,
+    given = {n: request.query_params[n] for n in FILTERS if n in request.query_params}
+
+    async def ask(connection: db.Connection, tenant_id: str, page: Page) -> list[db.Row]:
+        which = parse_body(Which, json.dumps(given).encode())
+        return await jobs.dead_letters(
+            connection, tenant_id, which.filter(), before=page.before, limit=page.limit + 1
         )
-    return page.response(request, "/v1/dead-letters", rows, [shown_job(r, [], None) for r in rows])
+
+    return await listed(request, "dlq:manage", FILTERS, ask, listed_job)
 
 
 async def read_dead_letter(request: Request) -> Response:
@@ -158,14 +154,8 @@ async def discard_dead_letter(request: Request) -> Response:
             raise Refused(Code.WRONG_STATE, "It is no dead letter.")
         row = await jobs.get(connection, sender.tenant_id, job_id)
         assert row is not None
-    return json_response(shown_job(row, [], None))
+    return json_response(listed_job(row))
 
 
 def _aware(moment: datetime | None) -> datetime | None:
     return moment.replace(tzinfo=UTC) if moment is not None and moment.tzinfo is None else moment
-
-
-def _json(given: dict[str, Any]) -> bytes:
-    import json
-
-    return json.dumps(given).encode()

@@ -29,7 +29,7 @@ from mediamill.api.services import (
     Page,
     Services,
     caller,
-    chosen,
+    common_filters,
     etags,
     idempotency_key,
     iso_time,
@@ -37,7 +37,7 @@ from mediamill.api.services import (
     json_response,
     json_text,
     known_parameters,
-    moment,
+    listed,
     parse_body,
     path_id,
     poll_after,
@@ -221,24 +221,18 @@ async def _kind(connection: db.Connection, wanted: NewJob) -> controls.Kind:
 async def list_jobs(request: Request) -> Response:
     """Newest first, by `state` (several with commas), `kind`, `queue`, `error_code`,
     `created_after` and `created_before` (RFC 3339)."""
-    sender = await caller(request, "jobs:read")
-    known_parameters(request, "limit", "cursor", *FILTERS)
-    here = services(request)
-    page = Page.of(request, sender.tenant_id)
-    async with db.acquire(here.pool) as connection:
-        rows = await jobs.list_newest(
+
+    async def ask(connection: db.Connection, tenant_id: str, page: Page) -> list[db.Row]:
+        return await jobs.list_newest(
             connection,
-            sender.tenant_id,
+            tenant_id,
             before=page.before,
             limit=page.limit + 1,
-            states=chosen(request, "state", JobState),
-            kind=worded(request, "kind"),
             queue_name=worded(request, "queue"),
-            error_code=worded(request, "error_code"),
-            created_after=moment(request, "created_after"),
-            created_before=moment(request, "created_before"),
+            **common_filters(request, JobState),
         )
-    return page.response(request, "/v1/jobs", rows, [shown_job(r, [], None) for r in rows])
+
+    return await listed(request, "jobs:read", FILTERS, ask, listed_job)
 
 
 async def read_job_timeline(request: Request) -> Response:
@@ -392,6 +386,11 @@ def _result(row: db.Row) -> Any:
     """What the function returned; media jobs have a small object of their own."""
     result = row["result"]
     return result["value"] if row["role"] == "job" and result and "value" in result else result
+
+
+def listed_job(row: db.Row) -> dict[str, Any]:
+    """A job without its attempts, as lists show it."""
+    return shown_job(row, [], None)
 
 
 def shown_job(row: db.Row, tried: list[db.Row], position: int | None) -> dict[str, Any]:

@@ -48,7 +48,7 @@ from mediamill.api.services import (
     Page,
     Services,
     caller,
-    chosen,
+    common_filters,
     etags,
     idempotency_key,
     iso_time,
@@ -56,7 +56,7 @@ from mediamill.api.services import (
     json_response,
     json_text,
     known_parameters,
-    moment,
+    listed,
     parse_body,
     path_id,
     plain_text,
@@ -558,24 +558,18 @@ def _tag(here: Services, row: db.Row) -> str:
 async def list_media(request: Request) -> Response:
     """Newest first, by `state` (several with commas), `kind`, `recipe`, `error_code`,
     `created_after` and `created_before` (RFC 3339); `cursor` goes on where a page ended."""
-    sender = await caller(request, "media:read")
-    known_parameters(request, "limit", "cursor", *FILTERS)
-    here = services(request)
-    page = Page.of(request, sender.tenant_id)
-    async with db.acquire(here.pool) as connection:
-        rows = await media.list_newest(
+
+    async def ask(connection: db.Connection, tenant_id: str, page: Page) -> list[db.Row]:
+        return await media.list_newest(
             connection,
-            sender.tenant_id,
+            tenant_id,
             before=page.before,
             limit=page.limit + 1,
-            states=chosen(request, "state", MediaState),
-            kind=worded(request, "kind"),
             recipe=worded(request, "recipe"),
-            error_code=worded(request, "error_code"),
-            created_after=moment(request, "created_after"),
-            created_before=moment(request, "created_before"),
+            **common_filters(request, MediaState),
         )
-    return page.response(request, "/v1/media", rows, [list_item(row) for row in rows])
+
+    return await listed(request, "media:read", FILTERS, ask, list_item)
 
 
 async def read_timeline(request: Request) -> Response:

@@ -402,7 +402,7 @@ class Page:
         return cls(min(int(limit), 200), before, seal, about)
 
     def response(
-        self, request: Request, path: str, rows: Sequence[Any], shown: Sequence[dict[str, Any]]
+        self, request: Request, rows: Sequence[Any], shown: Sequence[dict[str, Any]]
     ) -> Response:
         """The page; `rows` holds one more than the limit when there is a next one."""
         cursor = None
@@ -412,13 +412,45 @@ class Page:
             sealed = self._seal.encrypt(last.bytes, self._about)
             cursor = urlsafe_b64encode(sealed).rstrip(b"=").decode()
             kept = {k: v for k, v in request.query_params.items() if k != "cursor"}
-            headers["Link"] = f'<{path}?{urlencode({**kept, "cursor": cursor})}>; rel="next"'
+            query = urlencode({**kept, "cursor": cursor})
+            headers["Link"] = f'<{request.url.path}?{query}>; rel="next"'
         body = {
             "schema_version": 1,
             "data": list(shown[: self.limit]),
             "next_cursor": cursor,
         }
         return json_response(body, 200, headers)
+
+
+Ask = Callable[[db.Connection, str, Page], Awaitable[list[db.Row]]]
+
+
+async def listed(
+    request: Request,
+    scope: str,
+    filters: Sequence[str],
+    ask: Ask,
+    show: Callable[[db.Row], dict[str, Any]],
+) -> Response:
+    """One page of a list. `ask` gets the connection, the tenant and the page, and reads one row
+    more than the page holds. Raises Refused."""
+    sender = await caller(request, scope)
+    known_parameters(request, "limit", "cursor", *filters)
+    page = Page.of(request, sender.tenant_id)
+    async with db.acquire(services(request).pool) as connection:
+        rows = await ask(connection, sender.tenant_id, page)
+    return page.response(request, rows, [show(row) for row in rows])
+
+
+def common_filters(request: Request, states: type[StrEnum]) -> dict[str, Any]:
+    """What lists of media and jobs are both filtered by. Raises Refused."""
+    return {
+        "states": chosen(request, "state", states),
+        "kind": worded(request, "kind"),
+        "error_code": worded(request, "error_code"),
+        "created_after": moment(request, "created_after"),
+        "created_before": moment(request, "created_before"),
+    }
 
 
 def shown_timeline(

@@ -26,6 +26,7 @@ from mediamill.api.services import (
     json_response,
     json_text,
     known_parameters,
+    listed,
     parse_body,
     path_id,
     plain_text,
@@ -203,15 +204,13 @@ async def create_endpoint(request: Request) -> Response:
 
 async def list_endpoints(request: Request) -> Response:
     """Newest first."""
-    sender = await caller(request, "webhooks:manage")
-    known_parameters(request, "limit", "cursor")
-    here = services(request)
-    page = Page.of(request, sender.tenant_id)
-    async with db.acquire(here.pool) as connection:
-        rows = await webhooks.endpoints(
-            connection, sender.tenant_id, before=page.before, limit=page.limit + 1
+
+    async def ask(connection: db.Connection, tenant_id: str, page: Page) -> list[db.Row]:
+        return await webhooks.endpoints(
+            connection, tenant_id, before=page.before, limit=page.limit + 1
         )
-    return page.response(request, "/v1/webhook-endpoints", rows, [_shown(r) for r in rows])
+
+    return await listed(request, "webhooks:manage", (), ask, _shown)
 
 
 async def read_endpoint(request: Request) -> Response:
@@ -370,21 +369,19 @@ async def recover_endpoint(request: Request) -> Response:
 
 async def list_deliveries(request: Request) -> Response:
     """What was sent to an endpoint, newest first. `state` takes several, separated by commas."""
-    sender = await caller(request, "deliveries:read")
-    known_parameters(request, "limit", "cursor", "state")
-    page = Page.of(request, sender.tenant_id)
-    async with db.acquire(services(request).pool) as connection:
-        row = await _find(request, connection, sender.tenant_id)
-        rows = await webhooks.deliveries(
+
+    async def ask(connection: db.Connection, tenant_id: str, page: Page) -> list[db.Row]:
+        endpoint = await _find(request, connection, tenant_id)
+        return await webhooks.deliveries(
             connection,
-            sender.tenant_id,
-            row["id"],
+            tenant_id,
+            endpoint["id"],
             before=page.before,
             states=chosen(request, "state", DeliveryState),
             limit=page.limit + 1,
         )
-    path = f"{_path(row['id'])}/deliveries"
-    return page.response(request, path, rows, [_delivery(r) for r in rows])
+
+    return await listed(request, "deliveries:read", ("state",), ask, _delivery)
 
 
 async def read_delivery(request: Request) -> Response:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from mediamill.cli.installed import own_key, settings
+from mediamill.cli.offers import offered
 from mediamill.cli.remote import Exit, Out, ago, end, first, limited, remote, say
 
 if TYPE_CHECKING:
@@ -31,6 +32,11 @@ _DELIVERY_COLUMNS: Final[dict[str, Any]] = {
     "status": lambda d: d.status,
     "age": lambda d: ago(d.created_at),
     "reason": lambda d: d.reason,
+}
+_LETTER_COLUMNS: Final[dict[str, Any]] = {
+    "age": lambda m: ago(m.received_at),
+    "id": lambda m: m.headers.get("webhook-id"),
+    "body": lambda m: m.body[:80],
 }
 
 
@@ -73,15 +79,42 @@ def webhooks_add(
 
 
 @webhooks.command("get")
-@click.argument("id")
+@click.argument("id", shell_complete=offered("endpoints"))
 @remote
 def webhooks_get(client: Client, out: Out, *, id: str) -> None:
     """Show an endpoint."""
     out.one(client.webhooks.get(id))
 
 
+@webhooks.command("change")
+@click.argument("id", shell_complete=offered("endpoints"))
+@click.option("--to", "address", help="The address to send to from now on.")
+@click.option("--types", help="Such as media.ready,job.*; `all` for every type.")
+@click.option("--description")
+@click.option("--payload", type=click.Choice(["full", "thin"]))
+@remote
+def webhooks_change(
+    client: Client,
+    out: Out,
+    *,
+    id: str,
+    address: str | None,
+    types: str | None,
+    description: str | None,
+    payload: str | None,
+) -> None:
+    """Change an endpoint."""
+    changes: dict[str, Any] = {"url": address, "description": description, "payload": payload}
+    changes = {name: value for name, value in changes.items() if value is not None}
+    if types is not None:
+        changes["types"] = None if types == "all" else types.split(",")
+    if not changes:
+        raise click.UsageError("Name what to change.")
+    out.one(client.webhooks.change(id, **changes))
+
+
 @webhooks.command("enable")
-@click.argument("id")
+@click.argument("id", shell_complete=offered("endpoints"))
 @remote
 def webhooks_enable(client: Client, out: Out, *, id: str) -> None:
     """Switch an endpoint on again."""
@@ -89,7 +122,7 @@ def webhooks_enable(client: Client, out: Out, *, id: str) -> None:
 
 
 @webhooks.command("disable")
-@click.argument("id")
+@click.argument("id", shell_complete=offered("endpoints"))
 @remote
 def webhooks_disable(client: Client, out: Out, *, id: str) -> None:
     """Send nothing more to an endpoint."""
@@ -97,7 +130,7 @@ def webhooks_disable(client: Client, out: Out, *, id: str) -> None:
 
 
 @webhooks.command("test")
-@click.argument("id")
+@click.argument("id", shell_complete=offered("endpoints"))
 @remote
 def webhooks_test(client: Client, out: Out, *, id: str) -> None:
     """Send a `webhook.test` event now."""
@@ -105,7 +138,7 @@ def webhooks_test(client: Client, out: Out, *, id: str) -> None:
 
 
 @webhooks.command("rotate")
-@click.argument("id")
+@click.argument("id", shell_complete=offered("endpoints"))
 @click.option("--overlap", type=float, default=86400.0, show_default=True, help="Seconds.")
 @remote
 def webhooks_rotate(client: Client, out: Out, *, id: str, overlap: float) -> None:
@@ -114,7 +147,7 @@ def webhooks_rotate(client: Client, out: Out, *, id: str, overlap: float) -> Non
 
 
 @webhooks.command("delete")
-@click.argument("id")
+@click.argument("id", shell_complete=offered("endpoints"))
 @remote
 def webhooks_delete(client: Client, out: Out, *, id: str) -> None:
     """Forget an endpoint."""
@@ -123,7 +156,7 @@ def webhooks_delete(client: Client, out: Out, *, id: str) -> None:
 
 
 @webhooks.command("deliveries")
-@click.argument("id")
+@click.argument("id", shell_complete=offered("endpoints"))
 @click.option("--state", help="Only these, such as pending,exhausted.")
 @limited
 @remote
@@ -151,8 +184,15 @@ def webhooks_resend(client: Client, out: Out, *, ids: tuple[str, ...]) -> None:
     out.many((client.webhooks.redeliver(id) for id in ids), _DELIVERY_COLUMNS)
 
 
+@webhooks.command("inbox")
+@remote
+def webhooks_inbox(client: Client, out: Out) -> None:
+    """Show what the platform's own inbox took, newest first (for development)."""
+    out.many(client.webhooks.inbox(), _LETTER_COLUMNS)
+
+
 @webhooks.command("recover")
-@click.argument("id")
+@click.argument("id", shell_complete=offered("endpoints"))
 @click.option("--since", type=click.DateTime(), required=True, help="UTC.")
 @remote
 def webhooks_recover(client: Client, out: Out, *, id: str, since: datetime) -> None:
@@ -213,8 +253,14 @@ def listen(
         sys.exit(130)
 
 
+def _events(_: click.Context, __: click.Parameter, begun: str) -> list[str]:
+    from mediamill.events import TYPES
+
+    return [name for name in TYPES if name.startswith(begun)]
+
+
 @click.command()
-@click.argument("type", metavar="EVENT")
+@click.argument("type", metavar="EVENT", shell_complete=_events)
 @click.option("--forward-to", required=True, help="Where to send it, such as localhost:3000/in.")
 @click.option("--secret", help="whsec_… to sign with; default: a new one, which is printed.")
 @click.option("--code", help="The failure code of a failed media or job.")

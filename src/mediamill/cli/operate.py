@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from mediamill.cli.remote import Out, ago, remote, say, table
+from mediamill.cli.offers import offered
+from mediamill.cli.remote import Out, Row, ago, first, remote, say, shaped
 
 if TYPE_CHECKING:
     from mediamill.client import Client
@@ -48,7 +49,7 @@ def queues_list(client: Client, out: Out) -> None:
 
 
 @queues.command("pause")
-@click.argument("name")
+@click.argument("name", shell_complete=offered("queues"))
 @remote
 def queues_pause(client: Client, out: Out, *, name: str) -> None:
     """Claim no more of a queue; what runs finishes."""
@@ -56,7 +57,7 @@ def queues_pause(client: Client, out: Out, *, name: str) -> None:
 
 
 @queues.command("resume")
-@click.argument("name")
+@click.argument("name", shell_complete=offered("queues"))
 @remote
 def queues_resume(client: Client, out: Out, *, name: str) -> None:
     """Go on."""
@@ -64,7 +65,7 @@ def queues_resume(client: Client, out: Out, *, name: str) -> None:
 
 
 @queues.command("cap")
-@click.argument("name")
+@click.argument("name", shell_complete=offered("queues"))
 @click.argument("most", metavar="NUMBER|none")
 @remote
 def queues_cap(client: Client, out: Out, *, name: str, most: str) -> None:
@@ -88,7 +89,7 @@ def workers_list(client: Client, out: Out) -> None:
 
 
 @workers.command("drain")
-@click.argument("id")
+@click.argument("id", shell_complete=offered("workers"))
 @remote
 def workers_drain(client: Client, out: Out, *, id: str) -> None:
     """Ask a worker to finish what it runs and leave."""
@@ -104,18 +105,32 @@ def top(client: Client, out: Out, *, every: float, once: bool) -> None:
     """Watch queues, workers and what runs now, until Ctrl-C."""
     live = sys.stdout.isatty() and not once
     while True:
+        now = datetime.now(UTC)
         queues, workers = client.queues.list(), client.workers.list()
-        running = list(client.jobs.list(state="processing", page_size=20))[:20]
-        if live:
-            click.clear()
-        click.echo(f"{datetime.now(UTC):%H:%M:%S} UTC")
-        for items, columns in (
-            (queues, _QUEUE_COLUMNS),
-            (workers, _WORKER_COLUMNS),
-            (running, _RUNNING_COLUMNS),
-        ):
-            click.echo()
-            out.many(items, columns)
+        running = list(first(client.jobs.list(state="processing", page_size=20), 20))
+        if out.form == "ids":
+            out.many(running, _RUNNING_COLUMNS)
+        elif out.form != "table":
+            out.one(
+                Row(
+                    at=now.isoformat(),
+                    queues=[q.as_dict() for q in queues],
+                    workers=[w.as_dict() for w in workers],
+                    running=[j.as_dict() for j in running],
+                )
+            )
+        else:
+            if live:
+                click.clear()
+            click.echo(f"{now:%H:%M:%S} UTC")
+            shown: tuple[tuple[Any, Any], ...] = (
+                (queues, _QUEUE_COLUMNS),
+                (workers, _WORKER_COLUMNS),
+                (running, _RUNNING_COLUMNS),
+            )
+            for items, columns in shown:
+                click.echo()
+                out.many(items, columns)
         if once:
             return
         time.sleep(every)
@@ -138,19 +153,20 @@ def config() -> None:
 
 @config.command("show")
 @click.option("--origin", is_flag=True, help="Say where each value comes from.")
-def config_show(*, origin: bool) -> None:
+@shaped
+def config_show(*, out: Out, origin: bool) -> None:
     """Show the settings as they hold; secrets are not shown."""
     from mediamill import config as configuration
     from mediamill.cli.installed import settings
 
     found = settings()
     origins = configuration.origins()
-    rows = [
-        [name, _shown(name, getattr(found, name)), origins[name]]
+    rows = (
+        Row(name=name, value=_shown(name, getattr(found, name)), origin=origins[name])
         for name in sorted(type(found).model_fields)
-    ]
-    titles = ["setting", "value", "from"]
-    table(titles, rows) if origin else table(titles[:2], [row[:2] for row in rows])
+    )
+    columns = {"setting": lambda r: r["name"], "value": lambda r: r["value"]}
+    out.many(rows, columns | ({"from": lambda r: r["origin"]} if origin else {}))
 
 
 def _shown(name: str, value: Any) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from mediamill.cli.offers import offered
 from mediamill.cli.remote import Exit, Out, remote, say
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def recipes_list(client: Client, out: Out) -> None:
 
 
 @recipes.command("show")
-@click.argument("name")
+@click.argument("name", shell_complete=offered("recipes"))
 @click.option("--version", type=int, help="Default: the newest.")
 @remote
 def recipes_show(client: Client, out: Out, *, name: str, version: int | None) -> None:
@@ -49,7 +50,7 @@ def recipes_show(client: Client, out: Out, *, name: str, version: int | None) ->
 
 
 @recipes.command("diff")
-@click.argument("name")
+@click.argument("name", shell_complete=offered("recipes"))
 @click.argument("old", type=int)
 @click.argument("new", type=int)
 @remote
@@ -79,6 +80,8 @@ def recipes_validate(client: Client, out: Out, *, file: Path) -> None:
     if not isinstance(given, dict):
         raise click.UsageError(f"{file} should hold a JSON object.")
     verdict = client.recipes.validate(given)
+    if out.form in ("json", "jsonl"):
+        out.one(verdict)
     for fault in verdict.errors:
         say(f"{fault['pointer'] or '/'}: {fault['detail']}")
     if not verdict.valid:

@@ -63,13 +63,22 @@ def say(text: str) -> None:
     click.echo(text, err=True)
 
 
+class Row(dict[str, Any]):
+    """What a command shows that does not come from the API."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return dict(self)
+
+
 @dataclass(frozen=True, slots=True)
 class Out:
     """Where the data of a command goes, in the form that was asked for."""
 
     form: str
 
-    def many(self, items: Iterable[Model], columns: Mapping[str, Callable[[Any], Any]]) -> None:
+    def many(
+        self, items: Iterable[Model | Row], columns: Mapping[str, Callable[[Any], Any]]
+    ) -> None:
         """A list. `jsonl` and `ids` are written as they come."""
         match self.form:
             case "json":
@@ -84,7 +93,7 @@ class Out:
                 rows = [[_text(show(item)) for show in columns.values()] for item in items]
                 table(list(columns), rows)
 
-    def one(self, item: Model) -> None:
+    def one(self, item: Model | Row) -> None:
         match self.form:
             case "json":
                 click.echo(json.dumps(item.as_dict(), indent=2, ensure_ascii=False))
@@ -120,11 +129,9 @@ limited = click.option(
 )
 
 
-def remote(command: F) -> F:
-    """Give a command a client, and a way to show things; end it with the right exit code."""
+def shaped(command: F) -> F:
+    """Let a command be asked for the form of its output; it gets an `Out` for it, by name."""
 
-    @click.option("--url", envvar="MEDIAMILL_URL", help="The API; default: this machine's.")
-    @click.option("--api-key", envvar="MEDIAMILL_API_KEY", help="Default: the key that `up` made.")
     @click.option(
         "-o",
         "--output",
@@ -133,9 +140,22 @@ def remote(command: F) -> F:
         show_default=True,
     )
     @functools.wraps(command)
-    def run(*args: Any, url: str | None, api_key: str | None, output: str, **given: Any) -> None:
+    def run(*args: Any, output: str, **given: Any) -> None:
+        command(*args, out=Out(output), **given)
+
+    return run  # type: ignore[return-value]
+
+
+def remote(command: F) -> F:
+    """Give a command a client, and a way to show things; end it with the right exit code."""
+
+    @click.option("--url", envvar="MEDIAMILL_URL", help="The API; default: this machine's.")
+    @click.option("--api-key", envvar="MEDIAMILL_API_KEY", help="Default: the key that `up` made.")
+    @shaped
+    @functools.wraps(command)
+    def run(*args: Any, url: str | None, api_key: str | None, out: Out, **given: Any) -> None:
         with connected(url, api_key) as client:
-            command(client, Out(output), *args, **given)
+            command(client, out, *args, **given)
 
     return run  # type: ignore[return-value]
 
@@ -145,17 +165,22 @@ def connected(url: str | None, api_key: str | None) -> Iterator[Client]:
     """A client; what goes wrong inside becomes a sentence and an exit code."""
     from mediamill.client import Client
 
-    if not url or not api_key:
-        found = settings()
-        url = url or found.base_url
-        api_key = api_key or own_key(found)
     try:
-        with Client(url, api_key) as client:
+        with Client(*place(url, api_key)) as client:
             yield client
     except KeyboardInterrupt:
         sys.exit(Exit.INTERRUPTED)
     except Exception as error:
         end(error)
+
+
+def place(url: str | None, api_key: str | None) -> tuple[str, str]:
+    """Where the API is and the key for it; what is not named is this machine's."""
+    if not url or not api_key:
+        found = settings()
+        url = url or found.base_url
+        api_key = api_key or own_key(found)
+    return url, api_key
 
 
 def end(error: Exception) -> NoReturn:
@@ -197,11 +222,9 @@ def exit_code(error: Exception) -> Exit:
             return Exit.UNEXPECTED
 
 
-def _id(item: Any) -> str:
-    for name in ("id", "queue", "name"):
-        if getattr(item, name, None):
-            return str(getattr(item, name))
-    return ""
+def _id(item: Model | Row) -> str:
+    shown = item.as_dict()
+    return str(next((shown[name] for name in ("id", "queue", "name") if shown.get(name)), ""))
 
 
 def _text(value: Any) -> str:

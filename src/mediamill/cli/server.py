@@ -5,11 +5,28 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from mediamill.cli.installed import settings as _settings
+from mediamill.cli.remote import Out, Row, shaped
+
+_KEY_COLUMNS: Final[dict[str, Any]] = {
+    "id": lambda k: k["id"],
+    "state": lambda k: k["state"],
+    "scopes": lambda k: ",".join(k["scopes"]),
+    "name": lambda k: k["name"],
+}
+_RECORD_COLUMNS: Final[dict[str, Any]] = {
+    "kind": lambda r: r["kind"],
+    "recipe": lambda r: r["recipe"],
+    "jobs": lambda r: r["jobs"],
+    "p90 held": lambda r: f"{r['held']:.1%}",
+    "median error of p50": lambda r: f"{r['median_error']:.1%}",
+    "median s": lambda r: r["median_seconds"],
+}
 
 if TYPE_CHECKING:
     import asyncio
@@ -114,7 +131,8 @@ def migrate() -> None:
 
 
 @click.command()
-def doctor() -> None:
+@shaped
+def doctor(*, out: Out) -> None:
     """Check what this machine can do, and say what to mend. Exits 1 if something must be."""
     import asyncio
 
@@ -122,7 +140,7 @@ def doctor() -> None:
     from mediamill import observability
 
     observability.configure_logs("doctor", level="warning")
-    sys.exit(asyncio.run(checks.run(_settings())))
+    sys.exit(asyncio.run(checks.run(_settings(), form=out.form)))
 
 
 @click.command()
@@ -149,7 +167,8 @@ def estimates() -> None:
 
 @estimates.command("report")
 @click.option("--days", type=float, default=7.0, show_default=True, help="Look back so far.")
-def estimates_report(days: float) -> None:
+@shaped
+def estimates_report(*, out: Out, days: float) -> None:
     """Show how often p90 held, and the median error of p50, of the forecasts given at first."""
 
     async def run(connection: Any) -> None:
@@ -158,12 +177,7 @@ def estimates_report(days: float) -> None:
         rows = await estimates.record(connection, days=days)
         if not rows:
             click.echo("No forecast of that time has a completed job.", err=True)
-        for row in rows:
-            name = f"{row.kind} {row.recipe or ''}".strip()
-            click.echo(
-                f"{name:32} {row.jobs:7} jobs   p90 held {row.held:6.1%}   median error of p50 "
-                f"{row.median_error:6.1%}   median {row.median_seconds:.1f} s"
-            )
+        out.many((Row(asdict(row)) for row in rows), _RECORD_COLUMNS)
 
     _with_database(run)
 
@@ -175,7 +189,8 @@ def storage() -> None:
 
 @storage.command("doctor")
 @click.option("--origin", help="The origin of a page that uploads; default: the public URL.")
-def storage_doctor(origin: str | None) -> None:
+@shaped
+def storage_doctor(*, out: Out, origin: str | None) -> None:
     """Find out what the bucket really enforces, and say what to mend. Exits 1 if something must
     be."""
     import asyncio
@@ -184,7 +199,7 @@ def storage_doctor(origin: str | None) -> None:
     from mediamill import observability
 
     observability.configure_logs("doctor", level="error")
-    sys.exit(asyncio.run(checks.run_storage(_settings(), origin)))
+    sys.exit(asyncio.run(checks.run_storage(_settings(), origin, form=out.form)))
 
 
 @click.group()
@@ -197,7 +212,10 @@ def keys() -> None:
 @click.option("--name", default="command line", show_default=True, help="What it is for.")
 @click.option("--scope", "scopes", multiple=True, default=("admin",), show_default=True)
 @click.option("--ttl-seconds", type=float, help="Refused after this many seconds.")
-def keys_create(tenant: str, name: str, scopes: tuple[str, ...], ttl_seconds: float | None) -> None:
+@shaped
+def keys_create(
+    *, out: Out, tenant: str, name: str, scopes: tuple[str, ...], ttl_seconds: float | None
+) -> None:
     """Make an API key and print it, once."""
 
     async def run(connection: Any) -> None:
@@ -215,26 +233,39 @@ def keys_create(tenant: str, name: str, scopes: tuple[str, ...], ttl_seconds: fl
             )
         except ValueError as error:
             raise click.ClickException(str(error)) from None
-        click.echo(key)
+        if out.form in ("json", "jsonl"):
+            out.one(Row(key=key, tenant=tenant, name=name, scopes=list(scopes)))
+        else:
+            click.echo(key)
 
     _with_database(run)
 
 
 @keys.command("list")
 @click.option("--tenant", default="default", show_default=True)
-def keys_list(tenant: str) -> None:
+@shaped
+def keys_list(*, out: Out, tenant: str) -> None:
     """List a tenant's API keys; the keys themselves are not kept."""
 
     async def run(connection: Any) -> None:
         from mediamill import keys
 
-        for row in await keys.list_of(connection, tenant):
-            state = "revoked" if row["revoked_at"] else "active"
-            click.echo(
-                f"{row['id']}  …{row['last4']}  {state:8}  {','.join(row['scopes'])}  {row['name']}"
-            )
+        found = await keys.list_of(connection, tenant)
+        out.many((_key(dict(row)) for row in found), _KEY_COLUMNS)
 
     _with_database(run)
+
+
+def _key(row: dict[str, Any]) -> Row:
+    moments = ("created_at", "last_used_at", "expires_at", "revoked_at")
+    told = {n: row[n].isoformat() if row[n] else None for n in moments if n in row}
+    return Row(
+        id=str(row["id"]),
+        state="revoked" if row["revoked_at"] else "active",
+        scopes=list(row["scopes"]),
+        name=row["name"],
+        **told,
+    )
 
 
 @keys.command("revoke")

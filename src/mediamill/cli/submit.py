@@ -7,17 +7,18 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from mediamill.cli.offers import offered
 from mediamill.cli.remote import Exit, Out, exit_code, remote, say
 
 if TYPE_CHECKING:
-    from mediamill.client import Client, Media, Progress
+    from mediamill.client import Client, Media, OutputProgress, Progress
 
 _PLAIN_SECONDS: Final = 5.0
 COLUMNS: Final[dict[str, Any]] = {
@@ -31,8 +32,8 @@ COLUMNS: Final[dict[str, Any]] = {
 
 
 @click.command()
-@click.argument("files", nargs=-1, required=True, metavar="FILE…")
-@click.option("--recipe", default="web", show_default=True)
+@click.argument("files", nargs=-1, required=True, metavar="FILE…", type=click.Path(allow_dash=True))
+@click.option("--recipe", default="web", show_default=True, shell_complete=offered("recipes"))
 @click.option("--recipe-version", type=int, help="Default: the newest.")
 @click.option("--metadata", multiple=True, metavar="NAME=VALUE", help="Kept with the media.")
 @click.option(
@@ -60,7 +61,8 @@ def submit(
     timeout: float | None,
     download: Path | None,
 ) -> None:
-    """Upload files and queue them; `-` is stdin, a folder stands for the files in it.
+    """Upload files and queue them; `-` is stdin, a folder stands for the files in it, and a file
+    at an https address is fetched by the server.
 
     An upload that is interrupted goes on with the same command. Ctrl-C later leaves the work
     running.
@@ -69,25 +71,27 @@ def submit(
     names = list(_expanded(files))
     found: list[Media] = []
     worst = Exit.OK
+    wanted: dict[str, Any] = {
+        "recipe": recipe,
+        "recipe_version": recipe_version,
+        "metadata": notes,
+    }
     for name in names:
-        with _bar(name, shown=watch) as moved:
-            source = sys.stdin.buffer.read() if name == "-" else Path(name)
-            state = None if isinstance(source, bytes) else state_file(source, recipe)
-            try:
+        if _is_address(name):
+            found.append(client.media.fetch(name, **wanted))
+            continue
+        source = sys.stdin.buffer.read() if name == "-" else Path(name)
+        state = None if isinstance(source, bytes) else state_file(source, recipe)
+        try:
+            with _bar(name, shown=watch) as moved:
                 media = client.media.submit(
-                    source,
-                    recipe=recipe,
-                    recipe_version=recipe_version,
-                    metadata=notes,
-                    way=way,
-                    resume_from=state,
-                    on_progress=moved,
+                    source, **wanted, way=way, resume_from=state, on_progress=moved
                 )
-            except KeyboardInterrupt:
-                say("\nStopped while sending; large files go on with the same command.")
-                for done in found:
-                    say(f"  mediamill media wait {done.id}")
-                sys.exit(Exit.INTERRUPTED)
+        except KeyboardInterrupt:
+            say("\nStopped while sending; large files go on with the same command.")
+            for done in found:
+                say(f"  mediamill media wait {done.id}")
+            sys.exit(Exit.INTERRUPTED)
         found.append(media)
     if watch or wait or download is not None:
         found, worst = _to_the_end(client, found, timeout, download, watch=watch)
@@ -97,7 +101,7 @@ def submit(
 
 @click.command()
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--recipe", default="web", show_default=True)
+@click.option("--recipe", default="web", show_default=True, shell_complete=offered("recipes"))
 @click.option("--recipe-version", type=int, help="Default: the newest.")
 @click.option(
     "--into",
@@ -116,16 +120,17 @@ def run(
 
     from mediamill import alone, observability
     from mediamill.cli.installed import settings
-    from mediamill.client import Progress
+    from mediamill.client import OutputProgress, Progress
     from mediamill.failures import Failure, Refused
 
     observability.configure_logs("run", level="error")
     target = into or Path(f"{file.stem}.{recipe}")
     with _bar(file.name, shown=not quiet) as moved:
 
-        def told(stage: str, percent: float) -> None:
+        def told(stage: str, percent: float, outputs: Sequence[Mapping[str, Any]]) -> None:
             if moved is not None:
-                moved(Progress("process", stage, percent))
+                parts = tuple(OutputProgress.model_validate(part) for part in outputs)
+                moved(Progress("process", stage, percent, outputs=parts))
 
         try:
             made = asyncio.run(
@@ -166,10 +171,13 @@ def _to_the_end(
     from mediamill.client import WaitTimeout, WorkFailed
 
     ended, worst = [], Exit.OK
-    for media in found:
+    for number, media in enumerate(found):
         try:
-            with _bar(media.filename or media.id, shown=watch) as moved:
-                last = wait_for(client, media.id, timeout, moved)
+            with (
+                come_back([m.id for m in found[number:]]),
+                _bar(media.filename or media.id, shown=watch) as moved,
+            ):
+                last = client.media.wait(media.id, timeout_seconds=timeout, on_progress=moved)
             if download is not None:
                 folder = download / media.id
                 for variant in last.variants:
@@ -186,12 +194,17 @@ def _to_the_end(
     return ended, worst
 
 
-def wait_for(client: Client, media_id: str, timeout: float | None, moved: Any) -> Media:
-    """The media at its end; Ctrl-C says how to come back."""
+@contextmanager
+def come_back(left: Sequence[str]) -> Iterator[None]:
+    """Ctrl-C leaves the work running; say how to come back to it. Outside of any bar, since a bar
+    is drawn over what is said inside."""
     try:
-        return client.media.wait(media_id, timeout_seconds=timeout, on_progress=moved)
+        yield
     except KeyboardInterrupt:
-        say(f"\nIt goes on without you. Come back with: mediamill media wait {media_id}")
+        say("\nIt goes on without you. Come back with:")
+        for each in left:
+            kind = "jobs" if each.startswith("job_") else "media"
+            say(f"  mediamill {kind} wait {each}")
         sys.exit(Exit.INTERRUPTED)
 
 
@@ -223,11 +236,28 @@ def _bar(name: str, *, shown: bool) -> Iterator[Any]:
     )
     with Bars(*columns, console=Console(stderr=True)) as bars:
         task = bars.add_task(name, total=100, stage="")
+        parts: dict[str, Any] = {}
 
         def moved(seen: Progress) -> None:
             bars.update(task, completed=seen.percent or 0, stage=seen.stage or "")
+            for output in seen.outputs:
+                if output.name not in parts:
+                    parts[output.name] = bars.add_task(f"  {output.name}", total=100, stage="")
+                bars.update(parts[output.name], completed=output.percent or 0, stage=_speed(output))
+            under_way = {output.name for output in seen.outputs}
+            if not under_way and seen.stage in ("encode", "processing"):
+                return  # not every word about it tells the outputs
+            for ended in parts.keys() - under_way:  # it is made, and is being checked
+                bars.update(parts[ended], completed=100, stage="")
 
         yield moved
+
+
+def _speed(output: OutputProgress) -> str:
+    """How fast it is made, and how long it will still take."""
+    speed = f"{output.speed:.1f}×" if output.speed else ""
+    left = f" {output.seconds_left:.0f} s" if output.seconds_left else ""
+    return speed + left
 
 
 class _Lines:
@@ -242,14 +272,17 @@ class _Lines:
         now = time.monotonic()
         if seen.stage != self._stage or now - self._said_at >= _PLAIN_SECONDS:
             percent = "" if seen.percent is None else f" {seen.percent:.0f} %"
-            say(f"{self._name}: {seen.stage}{percent}")
+            parts = ", ".join(
+                f"{o.name} {o.percent:.0f} %" for o in seen.outputs if o.percent is not None
+            )
+            say(f"{self._name}: {seen.stage}{percent}{f' ({parts})' if parts else ''}")
             self._stage, self._said_at = seen.stage, now
 
 
 def _expanded(files: tuple[str, ...]) -> Iterator[str]:
     for name in files:
         path = Path(name)
-        if name == "-" or path.is_file():
+        if name == "-" or _is_address(name) or path.is_file():
             yield name
         elif path.is_dir():
             inside = sorted(p for p in path.iterdir() if p.is_file() and p.name[0] != ".")
@@ -258,6 +291,10 @@ def _expanded(files: tuple[str, ...]) -> Iterator[str]:
             yield from map(str, inside)
         else:
             raise click.UsageError(f"There is no file {name}.")
+
+
+def _is_address(name: str) -> bool:
+    return name.startswith(("https://", "http://"))
 
 
 def _pairs(given: tuple[str, ...]) -> dict[str, str]:

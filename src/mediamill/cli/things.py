@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from mediamill.cli.remote import Exit, Out, ago, first, limited, remote, say, table
+from mediamill.cli.offers import offered
+from mediamill.cli.remote import Out, ago, first, limited, remote, say, table
 from mediamill.cli.submit import COLUMNS as MEDIA_COLUMNS
-from mediamill.cli.submit import wait_for
+from mediamill.cli.submit import come_back
 
 if TYPE_CHECKING:
     from mediamill.client import Client, Timeline
@@ -38,17 +38,31 @@ def media() -> None:
 
 @media.command("list")
 @click.option("--state", help="Only these, such as failed,expired.")
+@click.option("--kind", help="image, video or audio.")
+@click.option("--recipe", shell_complete=offered("recipes"))
+@click.option("--code", shell_complete=offered("failure codes"), help="Why it failed.")
 @limited
 @remote
-def media_list(client: Client, out: Out, *, state: str | None, limit: int) -> None:
+def media_list(
+    client: Client,
+    out: Out,
+    *,
+    state: str | None,
+    kind: str | None,
+    recipe: str | None,
+    code: str | None,
+    limit: int,
+) -> None:
     """List media, newest first."""
-    items = client.media.list(state=state, page_size=min(limit, 200))
+    items = client.media.list(
+        state=state, kind=kind, recipe=recipe, error_code=code, page_size=min(limit, 200)
+    )
     columns = {k: v for k, v in MEDIA_COLUMNS.items() if k != "variants"}
     out.many(first(items, limit), columns | {"age": lambda m: ago(m.created_at)})
 
 
 @media.command("get")
-@click.argument("id")
+@click.argument("id", shell_complete=offered("media"))
 @remote
 def media_get(client: Client, out: Out, *, id: str) -> None:
     """Show a media in full."""
@@ -56,16 +70,17 @@ def media_get(client: Client, out: Out, *, id: str) -> None:
 
 
 @media.command("wait")
-@click.argument("id")
+@click.argument("id", shell_complete=offered("media"))
 @click.option("--timeout", type=float, help="Seconds; exit code 7 when they are over.")
 @remote
 def media_wait(client: Client, out: Out, *, id: str, timeout: float | None) -> None:
     """Wait until a media is at its end; the exit code says which."""
-    out.one(wait_for(client, id, timeout, None))
+    with come_back([id]):
+        out.one(client.media.wait(id, timeout_seconds=timeout))
 
 
 @media.command("download")
-@click.argument("id")
+@click.argument("id", shell_complete=offered("media"))
 @click.argument("names", nargs=-1, metavar="[VARIANT]…")
 @click.option("--into", type=click.Path(file_okay=False, path_type=Path), default=".")
 @remote
@@ -76,12 +91,16 @@ def media_download(
     for name in names or [v.name for v in client.media.get(id).variants]:
         target = into / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        click.echo(client.media.download(id, name, target))
+        path = client.media.download(id, name, target)
+        if out.form in ("json", "jsonl"):
+            click.echo(json.dumps({"name": name, "path": str(path)}, ensure_ascii=False))
+        else:
+            click.echo(path)
 
 
 @media.command("process")
-@click.argument("id")
-@click.option("--recipe", help="Default: the same again.")
+@click.argument("id", shell_complete=offered("media"))
+@click.option("--recipe", shell_complete=offered("recipes"), help="Default: the same again.")
 @click.option("--recipe-version", type=int)
 @remote
 def media_process(
@@ -92,7 +111,7 @@ def media_process(
 
 
 @media.command("delete")
-@click.argument("ids", nargs=-1, required=True, metavar="ID…")
+@click.argument("ids", nargs=-1, required=True, metavar="ID…", shell_complete=offered("media"))
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @remote
 def media_delete(client: Client, out: Out, *, ids: tuple[str, ...], yes: bool) -> None:
@@ -105,7 +124,7 @@ def media_delete(client: Client, out: Out, *, ids: tuple[str, ...], yes: bool) -
 
 
 @media.command("timeline")
-@click.argument("id")
+@click.argument("id", shell_complete=offered("media"))
 @remote
 def media_timeline(client: Client, out: Out, *, id: str) -> None:
     """Show where the time went."""
@@ -120,7 +139,8 @@ def jobs() -> None:
 @jobs.command("list")
 @click.option("--state", help="Only these, such as queued,processing.")
 @click.option("--kind")
-@click.option("--queue")
+@click.option("--queue", shell_complete=offered("queues"))
+@click.option("--code", shell_complete=offered("failure codes"), help="Why it failed.")
 @limited
 @remote
 def jobs_list(
@@ -130,10 +150,13 @@ def jobs_list(
     state: str | None,
     kind: str | None,
     queue: str | None,
+    code: str | None,
     limit: int,
 ) -> None:
     """List jobs, newest first."""
-    items = client.jobs.list(state=state, kind=kind, queue=queue, page_size=min(limit, 200))
+    items = client.jobs.list(
+        state=state, kind=kind, queue=queue, error_code=code, page_size=min(limit, 200)
+    )
     out.many(first(items, limit), _JOB_COLUMNS)
 
 
@@ -158,7 +181,7 @@ def jobs_create(
 
 
 @jobs.command("get")
-@click.argument("id")
+@click.argument("id", shell_complete=offered("jobs"))
 @remote
 def jobs_get(client: Client, out: Out, *, id: str) -> None:
     """Show a job in full."""
@@ -166,20 +189,17 @@ def jobs_get(client: Client, out: Out, *, id: str) -> None:
 
 
 @jobs.command("wait")
-@click.argument("id")
+@click.argument("id", shell_complete=offered("jobs"))
 @click.option("--timeout", type=float, help="Seconds; exit code 7 when they are over.")
 @remote
 def jobs_wait(client: Client, out: Out, *, id: str, timeout: float | None) -> None:
     """Wait until a job has ended; the exit code says how."""
-    try:
+    with come_back([id]):
         out.one(client.jobs.wait(id, timeout_seconds=timeout))
-    except KeyboardInterrupt:
-        say(f"\nIt goes on without you. Come back with: mediamill jobs wait {id}")
-        sys.exit(Exit.INTERRUPTED)
 
 
 @jobs.command("cancel")
-@click.argument("ids", nargs=-1, required=True, metavar="ID…")
+@click.argument("ids", nargs=-1, required=True, metavar="ID…", shell_complete=offered("jobs"))
 @remote
 def jobs_cancel(client: Client, out: Out, *, ids: tuple[str, ...]) -> None:
     """Cancel jobs."""
@@ -187,7 +207,7 @@ def jobs_cancel(client: Client, out: Out, *, ids: tuple[str, ...]) -> None:
 
 
 @jobs.command("replay")
-@click.argument("ids", nargs=-1, required=True, metavar="ID…")
+@click.argument("ids", nargs=-1, required=True, metavar="ID…", shell_complete=offered("jobs"))
 @remote
 def jobs_replay(client: Client, out: Out, *, ids: tuple[str, ...]) -> None:
     """Queue failed jobs again."""
@@ -195,7 +215,7 @@ def jobs_replay(client: Client, out: Out, *, ids: tuple[str, ...]) -> None:
 
 
 @jobs.command("timeline")
-@click.argument("id")
+@click.argument("id", shell_complete=offered("jobs"))
 @remote
 def jobs_timeline(client: Client, out: Out, *, id: str) -> None:
     """Show where the time went."""
@@ -208,9 +228,9 @@ def dlq() -> None:
 
 
 @dlq.command("list")
-@click.option("--code")
+@click.option("--code", shell_complete=offered("failure codes"))
 @click.option("--kind")
-@click.option("--queue")
+@click.option("--queue", shell_complete=offered("queues"))
 @limited
 @remote
 def dlq_list(
@@ -228,7 +248,7 @@ def dlq_list(
 
 
 @dlq.command("show")
-@click.argument("id")
+@click.argument("id", shell_complete=offered("dead letters"))
 @remote
 def dlq_show(client: Client, out: Out, *, id: str) -> None:
     """Show a dead letter with every attempt, its commands and the last words of its tools."""
@@ -236,12 +256,12 @@ def dlq_show(client: Client, out: Out, *, id: str) -> None:
 
 
 @dlq.command("replay")
-@click.argument("ids", nargs=-1, metavar="[ID]…")
+@click.argument("ids", nargs=-1, metavar="[ID]…", shell_complete=offered("dead letters"))
 @click.option("--all", "everything", is_flag=True, help="All that fit the filters.")
 @click.option("--canary", is_flag=True, help="One first, then ten, then the rest.")
-@click.option("--code")
+@click.option("--code", shell_complete=offered("failure codes"))
 @click.option("--kind")
-@click.option("--queue")
+@click.option("--queue", shell_complete=offered("queues"))
 @click.option("--rate", type=float, default=10.0, show_default=True, help="So many a second.")
 @remote
 def dlq_replay(
@@ -285,7 +305,9 @@ def _try_some(client: Client, count: int, which: dict[str, Any]) -> None:
 
 
 @dlq.command("discard")
-@click.argument("ids", nargs=-1, required=True, metavar="ID…")
+@click.argument(
+    "ids", nargs=-1, required=True, metavar="ID…", shell_complete=offered("dead letters")
+)
 @remote
 def dlq_discard(client: Client, out: Out, *, ids: tuple[str, ...]) -> None:
     """Take dead letters off the list for good."""

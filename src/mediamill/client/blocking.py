@@ -1,4 +1,4 @@
-"""The client that blocks. Its twin for asyncio has the same names and signatures (by test)."""
+"""The client that blocks. Written by `make docs` from its twin for asyncio, awaited.py."""
 
 from __future__ import annotations
 
@@ -8,19 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from mediamill.client import unwrap
-from mediamill.client.calls import Calls, OnProgress, Way, path, reference
+from mediamill.client.calls import Calls, OnProgress, Way, given, path, reference
 from mediamill.client.drivers import Driver
 from mediamill.client.models import (
     Delivery,
     Endpoint,
     Event,
     Job,
+    Letter,
     Media,
     MediaItem,
     Queue,
     Recipe,
     Replayed,
+    Slot,
+    StreamUrl,
     Timeline,
+    UploadToken,
     Verdict,
     Worker,
 )
@@ -35,9 +39,10 @@ class Client:
     tried again, at most `max_retries` times, under one Idempotency-Key.
 
         with Client() as client:
-            media = client.media.submit("holiday.mov", recipe="web", on_progress=print)
-            media = client.media.wait(media, on_progress=print)
+            media = client.media.submit_and_wait("holiday.mov", on_progress=print)
             client.media.download(media, "video.mp4", "holiday.mp4")
+            for item in client.media.list(state="failed"):
+                print(item.id, item.error)
     """
 
     def __init__(
@@ -73,6 +78,10 @@ class Client:
     def events(self, *, types: str | None = None, after: str | None = None) -> Iterator[Event]:
         """Everything that happens to the tenant, from now or after a `cursor`, over cuts."""
         return self._driver.iterate(self._call.follow("/v1/events", types=types, after=after))
+
+    def stream_url(self) -> StreamUrl:
+        """A short-lived address at which a browser follows everything of the tenant."""
+        return self._driver.run(self._call.one(StreamUrl, "POST", "/v1/stream-urls", json={}))
 
 
 class _Part:
@@ -125,13 +134,145 @@ class MediaCalls(_Part):
             )
         )
 
+    def submit_and_wait(
+        self,
+        file: str | Path | bytes,
+        *,
+        recipe: str = "web",
+        recipe_version: int | None = None,
+        filename: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        ttl_seconds: float | None = None,
+        way: Way = "auto",
+        resume_from: str | Path | None = None,
+        timeout_seconds: float | None = None,
+        on_progress: OnProgress | None = None,
+        check: bool = True,
+    ) -> Media:
+        """Upload a file and wait for what comes of it; one callback hears of both.
+
+        `timeout_seconds` is for the work, once the file is there. Raises what `submit` and `wait`
+        raise.
+        """
+        media = self.submit(
+            file,
+            recipe=recipe,
+            recipe_version=recipe_version,
+            filename=filename,
+            metadata=metadata,
+            ttl_seconds=ttl_seconds,
+            way=way,
+            resume_from=resume_from,
+            on_progress=on_progress,
+        )
+        return self.wait(
+            media, timeout_seconds=timeout_seconds, on_progress=on_progress, check=check
+        )
+
+    def open(
+        self,
+        size: int,
+        *,
+        recipe: str = "web",
+        recipe_version: int | None = None,
+        filename: str | None = None,
+        content_type: str | None = None,
+        sha256: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        ttl_seconds: float | None = None,
+        callback_url: str | None = None,
+    ) -> Slot:
+        """A slot for a file of exactly so many bytes; `upload` is the one request that fills it.
+
+        For what somebody else uploads, such as a browser: hand it `slot.upload`, and call
+        `complete` when it says that it is done.
+        """
+        wanted = given(
+            size=size,
+            recipe=recipe,
+            recipe_version=recipe_version,
+            filename=filename,
+            content_type=content_type,
+            sha256=sha256,
+            metadata=metadata and dict(metadata),
+            ttl_seconds=ttl_seconds,
+            callback_url=callback_url,
+        )
+        return self._driver.run(self._call.one(Slot, "POST", "/v1/media", json=wanted))
+
+    def complete(self, media: str | Media) -> Media:
+        """Say that a slot's bytes are there; safe to repeat. Raises Conflict when they are not."""
+        return self._driver.run(self._call.one(Media, "POST", path("media", media, "complete")))
+
+    def fetch(
+        self,
+        url: str,
+        *,
+        recipe: str = "web",
+        recipe_version: int | None = None,
+        filename: str | None = None,
+        content_type: str | None = None,
+        sha256: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        ttl_seconds: float | None = None,
+        callback_url: str | None = None,
+    ) -> Media:
+        """Have the platform fetch a file from an address. Raises Problem for one it may not call;
+        what cannot be had makes the media `expired`, which `wait` tells."""
+        wanted = given(
+            source={"url": url},
+            recipe=recipe,
+            recipe_version=recipe_version,
+            filename=filename,
+            content_type=content_type,
+            sha256=sha256,
+            metadata=metadata and dict(metadata),
+            ttl_seconds=ttl_seconds,
+            callback_url=callback_url,
+        )
+        return self._driver.run(self._call.one(Media, "POST", "/v1/media", json=wanted))
+
+    def upload_token(
+        self, *, recipe: str = "web", recipe_version: int | None = None, ttl_seconds: int = 900
+    ) -> UploadToken:
+        """What lets a browser (Uppy) upload for some minutes, and do nothing else."""
+        wanted = given(recipe=recipe, recipe_version=recipe_version, ttl_seconds=ttl_seconds)
+        return self._driver.run(
+            self._call.one(UploadToken, "POST", "/v1/upload-tokens", json=wanted)
+        )
+
+    def stream_url(self, media: str | Media) -> StreamUrl:
+        """A short-lived address at which a browser follows it (an EventSource), without a key."""
+        wanted = {"media_id": reference(media)}
+        return self._driver.run(self._call.one(StreamUrl, "POST", "/v1/stream-urls", json=wanted))
+
     def get(self, media: str | Media) -> Media:
         return self._driver.run(self._call.one(Media, "GET", path("media", media)))
 
-    def list(self, *, state: str | None = None, page_size: int = 50) -> Iterator[MediaItem]:
+    def list(
+        self,
+        *,
+        state: str | None = None,
+        kind: str | None = None,
+        recipe: str | None = None,
+        error_code: str | None = None,
+        created_after: datetime | None = None,
+        created_before: datetime | None = None,
+        page_size: int = 50,
+    ) -> Iterator[MediaItem]:
         """Newest first, page by page as you go; `state` takes several with commas."""
         return self._driver.iterate(
-            self._call.pages(MediaItem, "/v1/media", state=state, limit=page_size)
+            self._call.pages(
+                MediaItem,
+                "/v1/media",
+                state=state,
+                kind=kind,
+                recipe=recipe,
+                error_code=error_code,
+                created_after=created_after and created_after.isoformat(),
+                created_before=created_before and created_before.isoformat(),
+                limit=page_size,
+            )
         )
 
     def wait(
@@ -158,10 +299,15 @@ class MediaCalls(_Part):
         )
 
     def process(
-        self, media: str | Media, *, recipe: str | None = None, recipe_version: int | None = None
+        self,
+        media: str | Media,
+        *,
+        recipe: str | None = None,
+        recipe_version: int | None = None,
+        callback_url: str | None = None,
     ) -> Media:
         """Process it again; what is published stays served meanwhile."""
-        wanted = {"recipe": recipe, "recipe_version": recipe_version}
+        wanted = given(recipe=recipe, recipe_version=recipe_version, callback_url=callback_url)
         return self._driver.run(
             self._call.one(Media, "POST", path("media", media, "process"), json=wanted)
         )
@@ -222,11 +368,24 @@ class JobCalls(_Part):
         state: str | None = None,
         kind: str | None = None,
         queue: str | None = None,
+        error_code: str | None = None,
+        created_after: datetime | None = None,
+        created_before: datetime | None = None,
         page_size: int = 50,
     ) -> Iterator[Job]:
         """Newest first, page by page as you go; `state` takes several with commas."""
         return self._driver.iterate(
-            self._call.pages(Job, "/v1/jobs", state=state, kind=kind, queue=queue, limit=page_size)
+            self._call.pages(
+                Job,
+                "/v1/jobs",
+                state=state,
+                kind=kind,
+                queue=queue,
+                error_code=error_code,
+                created_after=created_after and created_after.isoformat(),
+                created_before=created_before and created_before.isoformat(),
+                limit=page_size,
+            )
         )
 
     def wait(
@@ -263,6 +422,11 @@ class JobCalls(_Part):
         return self._driver.iterate(
             self._call.follow(path("jobs", job, "events"), types=None, after=after)
         )
+
+    def stream_url(self, job: str | Job) -> StreamUrl:
+        """A short-lived address at which a browser follows it (an EventSource), without a key."""
+        wanted = {"job_id": reference(job)}
+        return self._driver.run(self._call.one(StreamUrl, "POST", "/v1/stream-urls", json=wanted))
 
 
 class DeadLetterCalls(_Part):
@@ -301,12 +465,20 @@ class DeadLetterCalls(_Part):
         code: str | None = None,
         kind: str | None = None,
         queue: str | None = None,
+        since: datetime | None = None,
+        until: datetime | None = None,
         rate_per_second: float = 10.0,
         limit: int = 10_000,
     ) -> Replayed:
         """Replay all that fit, at a rate."""
         wanted = {
-            "filter": {"code": code, "kind": kind, "queue": queue},
+            "filter": {
+                "code": code,
+                "kind": kind,
+                "queue": queue,
+                "since": since and since.isoformat(),
+                "until": until and until.isoformat(),
+            },
             "rate_per_second": rate_per_second,
             "limit": limit,
         }
@@ -394,6 +566,10 @@ class WebhookCalls(_Part):
         return self._driver.run(
             self._call.one(Endpoint, "POST", "/v1/webhook-endpoints", json=wanted)
         )
+
+    def inbox(self) -> list[Letter]:
+        """The newest webhooks that the platform's own inbox took (for development)."""
+        return self._driver.run(self._call.all(Letter, "/v1/inbox"))
 
     def list(self, *, page_size: int = 50) -> Iterator[Endpoint]:
         return self._driver.iterate(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from base64 import b64encode
 from collections.abc import Callable, Mapping
@@ -25,7 +26,7 @@ from mediamill.client.errors import (
     WorkFailed,
     seconds,
 )
-from mediamill.client.models import Event, Job, Media, Model, Progress
+from mediamill.client.models import Event, Job, Media, Model, OutputProgress, Progress
 from mediamill.client.steps import (
     Answer,
     Emit,
@@ -38,6 +39,7 @@ from mediamill.client.steps import (
     Send,
     Slice,
     Source,
+    Together,
     call,
     pause,
     refused,
@@ -54,6 +56,7 @@ ENDED: Final = {
 }
 _GOOD: Final = frozenset({"ready", "completed"})
 _DIRECT_BYTES: Final = 64 << 20  # above, a broken connection would cost too much
+_PARTS_AT_ONCE: Final = 4
 _TUS_CHUNK: Final = 16 << 20
 _UPLOAD_SECONDS: Final = 600.0
 _POLL_SECONDS: Final = 25.0
@@ -121,19 +124,18 @@ class Calls:
         """The media, accepted and queued. Raises Problem, ConnectionFailed, OSError."""
         if way == "auto":
             way = "direct" if source.size <= _DIRECT_BYTES else "multipart"
-        wanted = {k: v for k, v in wanted.items() if v is not None}
-        wanted |= {"size": source.size}
+        wanted = given(**wanted, size=source.size)
         if source.filename is not None:
             wanted.setdefault("filename", source.filename)
-        sent = _Sent(source.size, on_progress)
         if way == "direct":
+            sent = _Sent(source.size, on_progress)
             return (yield from self._direct(source, wanted, sent))
         memory = _Memory(state_file, way, source, wanted)
         one = self._multipart if way == "multipart" else self._tus
         while True:
             resumed = memory.address is not None
             try:
-                media = yield from one(source, wanted, sent, memory)
+                media = yield from one(source, wanted, _Sent(source.size, on_progress), memory)
             except (NotFound, Gone):
                 if not resumed:
                     raise
@@ -169,13 +171,15 @@ class Calls:
         if not plan["completed"]:
             size = plan["part_bytes"]
             there = {p["number"] for p in plan["parts"]}
-            if there:
-                sent(min(len(there) * size, source.size))
+            missing = []
             for number in range(1, plan["part_count"] + 1):
-                if number not in there:
-                    offset = (number - 1) * size
-                    body = Slice(source, offset, min(size, source.size - offset), sent)
-                    yield from self._part(path, number, body)
+                offset = (number - 1) * size
+                body = Slice(source, offset, min(size, source.size - offset), sent)
+                if number in there:
+                    sent.had(body.length)
+                else:
+                    missing.append(self._part(path, number, body))
+            yield Together(missing, _PARTS_AT_ONCE)
             yield from self.ask("POST", f"{path}/complete", json={})
         return (yield from self.one(Media, "GET", plan["links"]["media"]))
 
@@ -204,6 +208,11 @@ class Calls:
         assert memory.address is not None
         at = yield from self.ask("HEAD", memory.address, headers=_TUS)
         offset, cuts = int(at.headers["upload-offset"]), 0
+        sent(0, offset)
+
+        def up_to(offset: int, done: int) -> None:
+            sent(0, offset + done)
+
         while offset < source.size:
             length = min(_TUS_CHUNK, source.size - offset)
             headers = {
@@ -212,7 +221,7 @@ class Calls:
                 "Content-Type": "application/offset+octet-stream",
             }
             send = Send("PATCH", memory.address, headers=headers)
-            body = Slice(source, offset, length, sent)
+            body = Slice(source, offset, length, up_to)
             try:
                 at = yield from call(_patient(send, body), retries=0)
             except (ConnectionFailed, Conflict, Unavailable):
@@ -223,7 +232,7 @@ class Calls:
                 at = yield from self.ask("HEAD", memory.address, headers=_TUS)
                 cuts = cuts + 1 if int(at.headers["upload-offset"]) <= offset else 0
             offset = int(at.headers["upload-offset"])
-        sent(offset)
+        sent(0, offset)
         return (yield from self.one(Media, "GET", at.headers["mediamill-media"]))
 
     # Waiting.
@@ -361,15 +370,31 @@ class _AlreadyWritten(Exception):
 
 @dataclass(slots=True)
 class _Sent:
-    """Tells how much was sent."""
+    """Tells how much was sent: never less than before, and one word at a time, also when parts go
+    side by side and one is begun again."""
 
     total: int
     on_progress: OnProgress | None
+    _before: int = 0
+    _of: dict[int, int] = field(default_factory=dict)
+    _told: int = -1
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def __call__(self, done: int) -> None:
-        if self.on_progress is not None:
-            percent = 100.0 * done / self.total if self.total else 100.0
-            self.on_progress(Progress("upload", "upload", percent, done, self.total))
+    def had(self, done: int) -> None:
+        """So much had arrived before."""
+        self._before += done
+
+    def __call__(self, offset: int, done: int) -> None:
+        """So much of the stretch that begins there is sent."""
+        if self.on_progress is None:
+            return
+        with self._lock:
+            self._of[offset] = done
+            now = min(self._before + sum(self._of.values()), self.total)
+            if now > self._told:
+                self._told = now
+                percent = 100.0 * now / self.total if self.total else 100.0
+                self.on_progress(Progress("upload", "upload", percent, now, self.total))
 
 
 @dataclass(slots=True)
@@ -418,7 +443,14 @@ def _patient(send: Send, body: Slice | None = None) -> Send:
 def _tell(on_progress: OnProgress | None, said: Mapping[str, Any]) -> None:
     if on_progress is not None:
         stage = said.get("stage") or said.get("state")
-        on_progress(Progress("process", stage, said.get("progress")))
+        parts = said.get("outputs") or (said.get("job") or {}).get("outputs") or ()
+        outputs = tuple(OutputProgress.model_validate(part) for part in parts)
+        on_progress(Progress("process", stage, said.get("progress"), outputs=outputs))
+
+
+def given(**fields: Any) -> Body:
+    """The fields of a request that the caller named."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def reference(subject: str | Model) -> str:

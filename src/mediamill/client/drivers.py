@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AsyncExitStack, ExitStack, aclosing, closing
 from typing import Any, Final, TypeVar
 
@@ -23,6 +24,8 @@ from mediamill.client.steps import (
     Open,
     Pause,
     Send,
+    Slice,
+    Together,
 )
 
 T = TypeVar("T")
@@ -30,8 +33,12 @@ _SILENCE_SECONDS: Final = 45.0  # a stream gives a sign of life every 15 s
 _ERROR_BYTES: Final = 1 << 16
 
 
+class _Stopped(Exception):
+    """A call beside this one has failed."""
+
+
 class Driver:
-    """Blocks until each step is done."""
+    """Blocks until each step is done. Safe to use from several threads."""
 
     def __init__(self, url: str, key: str, seconds: float, transport: Any = None) -> None:
         self._key = key
@@ -40,8 +47,8 @@ class Driver:
     def close(self) -> None:
         self._http.close()
 
-    def run(self, flow: Flow[T]) -> T:
-        steps = self.iterate(flow)
+    def run(self, flow: Flow[T], *, stop: threading.Event | None = None) -> T:
+        steps = self.iterate(flow, stop=stop)
         while True:
             try:
                 next(steps)
@@ -49,9 +56,19 @@ class Driver:
                 result: T = end.value
                 return result
 
-    def iterate(self, flow: Flow[T]) -> Generator[Any, None, T]:
+    def iterate(
+        self, flow: Flow[T], *, stop: threading.Event | None = None
+    ) -> Generator[Any, None, T]:
         """The items that a call emits. The generator returns what the call returns."""
+        stop = stop or threading.Event()
         value: Any = None
+
+        def read(body: Slice) -> Iterator[bytes]:
+            for data in body:
+                if stop.is_set():
+                    raise _Stopped
+                yield data
+
         fault: Exception | None = None
         with closing(flow), ExitStack() as stack:
             lines: Iterator[str] = iter(())
@@ -68,13 +85,16 @@ class Driver:
                         case Emit(item):
                             yield item
                         case Pause(seconds):
-                            time.sleep(seconds)
+                            if stop.wait(seconds):
+                                raise _Stopped
+                        case Together(flows, at_once):
+                            value = self._together(flows, at_once)
                         case Send():
-                            answer = self._http.request(**_request(step, self._key, iter))
+                            answer = self._http.request(**_request(step, self._key, read))
                             value = _answer(answer, answer.content)
                         case Open(send):
                             stack.close()
-                            request = _request(send, self._key, iter, silence=_SILENCE_SECONDS)
+                            request = _request(send, self._key, read, silence=_SILENCE_SECONDS)
                             answer = stack.enter_context(self._http.stream(**request))
                             content = b""
                             if answer.status_code >= 400:
@@ -90,6 +110,19 @@ class Driver:
                             value = self._fetch(step)
                 except httpx.TransportError as error:
                     fault = ConnectionFailed(str(error) or type(error).__name__)
+
+    def _together(self, flows: Sequence[Flow[Any]], at_once: int) -> list[Any]:
+        stop = threading.Event()
+        with ThreadPoolExecutor(at_once, "mediamill-part") as threads:
+            running = [threads.submit(self.run, flow, stop=stop) for flow in flows]
+            try:
+                for one in as_completed(running):
+                    one.result()
+            except BaseException:  # Ctrl-C too
+                stop.set()
+                threads.shutdown(wait=False, cancel_futures=True)
+                raise
+        return [one.result() for one in running]
 
     def _fetch(self, step: Fetch) -> Fetched:
         digest, size = hashlib.sha256(), 0
@@ -141,6 +174,8 @@ class AsyncDriver:
                                 yield item
                             case Pause(seconds):
                                 await asyncio.sleep(seconds)
+                            case Together(flows, at_once):
+                                value = await self._together(flows, at_once)
                             case Send():
                                 answer = await self._http.request(
                                     **_request(step, self._key, aiter)
@@ -167,6 +202,21 @@ class AsyncDriver:
                                 value = await self._fetch(step)
                     except httpx.TransportError as error:
                         fault = ConnectionFailed(str(error) or type(error).__name__)
+
+    async def _together(self, flows: Sequence[Flow[Any]], at_once: int) -> list[Any]:
+        turns = asyncio.Semaphore(at_once)
+
+        async def one(flow: Flow[Any]) -> Any:
+            async with turns:
+                return await self.run(flow)
+
+        running = [asyncio.ensure_future(one(flow)) for flow in flows]
+        try:
+            return await asyncio.gather(*running)
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
 
     async def _fetch(self, step: Fetch) -> Fetched:
         digest, size = hashlib.sha256(), 0

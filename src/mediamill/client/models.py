@@ -17,15 +17,26 @@ class Model(BaseModel):
         return self.model_dump(mode="json", exclude_unset=True, by_alias=True)
 
 
+class OutputProgress(Model):
+    """How far one output is that is being made just now; None where that is not known."""
+
+    name: str
+    percent: float | None = None
+    speed: float | None = None
+    seconds_left: float | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far an upload or its processing is. `phase` is `upload` or `process`."""
+    """How far an upload or its processing is. `phase` is `upload` or `process`; `outputs` are those
+    that are being made just now."""
 
     phase: str
     stage: str | None
     percent: float | None
     done_bytes: int | None = None
     total_bytes: int | None = None
+    outputs: tuple[OutputProgress, ...] = ()
 
 
 class Estimate(Model):
@@ -43,6 +54,7 @@ class JobSummary(Model):
     attempt: int = 0
     max_attempts: int = 0
     estimate: Estimate | None = None
+    outputs: list[OutputProgress] = []
 
 
 class Variant(Model):
@@ -94,6 +106,36 @@ class Media(MediaItem):
     variants: list[Variant] = []
     poll_after_seconds: float | None = None
     links: dict[str, str] = {}
+
+
+class Upload(Model):
+    """The one request that fills a slot: send exactly this, before `expires_at`."""
+
+    method: str
+    url: str
+    headers: dict[str, str]
+    expires_at: datetime
+
+
+class Slot(Media):
+    """A media whose bytes are awaited."""
+
+    upload: Upload
+
+
+class UploadToken(Model):
+    """Lets a browser upload; `companion_url` is what Uppy takes as its endpoint."""
+
+    token: str
+    expires_at: datetime
+    companion_url: str
+
+
+class StreamUrl(Model):
+    """An address that opens as an event stream, without a key, until `expires_at`."""
+
+    url: str
+    expires_at: datetime
 
 
 class Attempt(Model):
@@ -235,6 +277,14 @@ class Delivery(Model):
     finished_at: datetime | None = None
     body: str | None = None
     attempts: list[dict[str, Any]] = []
+
+
+class Letter(Model):
+    """A webhook that the inbox of the platform took."""
+
+    received_at: datetime
+    headers: dict[str, str]
+    body: str
 
 
 class Event(Model):

@@ -7,7 +7,7 @@ import hashlib
 import json
 import random
 import secrets
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -57,20 +57,21 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A stretch of a source as the body of a request; says how far it is."""
+    """A stretch of a source as the body of a request; says where it began and how many bytes of it
+    are sent."""
 
     source: Source
     offset: int
     length: int
-    on_sent: Callable[[int], None] | None = None
+    on_sent: Callable[[int, int], None] | None = None
 
     def __iter__(self) -> Iterator[bytes]:
-        sent = self.offset
+        sent = 0
         for data in self.source.read(self.offset, self.length):
             yield data
             sent += len(data)
             if self.on_sent is not None:
-                self.on_sent(sent)
+                self.on_sent(self.offset, sent)
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         for data in self:
@@ -137,6 +138,15 @@ class Fetched:
     size: int
     sha256: str
     content: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """Take several calls side by side, at most so many at once; answers when all are done. The
+    first that fails ends the others, and is thrown."""
+
+    flows: Sequence[Flow[Any]]
+    at_once: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,5 +56,5 @@ WHERE tenant_id = $1 AND id > $2 AND id <= $3 ORDER BY id LIMIT $4
 
 -- name: progress
 -- What runs now, over all tenants: as many rows as the fleet has slots.
-SELECT tenant_id, id, media_id, role, stage, progress, attempt FROM jobs
+SELECT tenant_id, id, media_id, role, stage, progress, attempt, detail -> 'outputs' AS outputs FROM jobs
 WHERE state = 'processing' AND role IN ('main', 'job')
