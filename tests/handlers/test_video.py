@@ -924,3 +924,18 @@ async def test_an_output_that_shows_something_else_is_never_published(
     failure = await studio.failure(films.make("plain.mp4", more=("-c:a", "aac")), [HLS])
     assert failure.code is Code.OUTPUT_INVALID
     assert "does not look like the original" in (failure.problem.detail or "")
+
+
+async def test_a_last_segment_of_one_costly_frame_counts_for_what_it_is(
+    studio: Studio, films: Films
+) -> None:
+    """Its rate by itself is far above the rung's, and says nothing about how fast it loads."""
+    still = "color=gray:s=320x180:r=25:d=4"
+    noise = "color=gray:s=320x180:r=25:d=0.04,noise=alls=100:allf=t"
+    source = films.make("flash.mp4", picture=f"{still}[a];{noise}[b];[a][b]concat", seconds=4.04)
+    hls = {**HLS, "ladder": [{"short_side": 180, "max_video_kbps": 400}], "segment_seconds": 2.0}
+    done = await studio.handle(source, [hls])
+    rung = master(done).playlists[0].stream_info
+    last = media(done, "180p").segments[-1]
+    size = int(last.byterange.partition("@")[0])
+    assert (last.duration, size * 8 / last.duration > 2 * rung.bandwidth) == (0.04, True)
