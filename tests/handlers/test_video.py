@@ -26,8 +26,10 @@ from tests.handlers.films import (
 )
 from tests.handlers.studio import Result, Studio
 
+from mediamill import sidecars
 from mediamill.failures import Code
 from mediamill.handlers import Child, Reroute, Wait, video
+from mediamill.sidecars import Sidecar
 
 pytestmark = pytest.mark.anyio
 
@@ -939,3 +941,33 @@ async def test_a_last_segment_of_one_costly_frame_counts_for_what_it_is(
     last = media(done, "180p").segments[-1]
     size = int(last.byterange.partition("@")[0])
     assert (last.duration, size * 8 / last.duration > 2 * rung.bandwidth) == (0.04, True)
+
+
+async def test_subtitles_beside_a_film_become_webvtt_and_renditions(
+    studio: Studio, films: Films
+) -> None:
+    old = b"1\r\n00:00:01,000 --> 00:00:03,000\r\nIt\x92s a <b>caf\xe9</b>\r\n"
+    english = sidecars.read(old, language="en")
+    german = sidecars.read(b"WEBVTT\n\n00:01.000 --> 00:02.000\nEin Caf\xc3\xa9\n", language="de")
+    beside = [
+        Sidecar("de", "Deutsch", german.format, german.body),
+        Sidecar("en", None, english.format, english.body),
+        Sidecar("und", "Deutsch", "srt", "no cue at all"),
+    ]
+    source = films.folder / "spoken.mkv"
+    words = films.folder / "spoken.srt"
+    words.write_text("1\n00:00:00,500 --> 00:00:01,500\nIts own\n")
+    ffmpeg(
+        *("-v", "error", "-i", films.make("plain.mp4", more=("-c:a", "aac")), "-i", words),
+        *("-map", "0", "-map", "1", "-c", "copy", "-c:s", "srt"),
+        *("-metadata:s:s:0", "language=en", source),
+    )
+    done = await studio.handle(source, [HLS, {"type": "subtitles"}], beside=beside)
+    vtt = done.files["subtitles-en.vtt"].read_text("utf-8")
+    assert "It’s a <b>café</b>" in vtt
+    assert re.search(r"00:01\.000 --> (00:)?00:03\.000", vtt)
+    assert "Its own" in done.files["subtitles-en-2.vtt"].read_text("utf-8")
+    assert "Ein Café" in done.files["subtitles-de.vtt"].read_text("utf-8")
+    texts = {m.name: m.language for m in master(done).media if m.type == "SUBTITLES"}
+    assert texts == {"Deutsch": "de", "en": "en", "en 2": "en"}
+    assert done.info["warnings"] == ["The subtitles beside it (und) could not be read."]

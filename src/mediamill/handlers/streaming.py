@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Final
 
 from mediamill.failures import Code, Failure
-from mediamill.handlers import Output, Work, checks, picture, running
+from mediamill.handlers import Output, Work, checks, picture, running, subtitles
 from mediamill.handlers.picture import Coding
-from mediamill.handlers.subtitles import Track as TextTrack
 from mediamill.handlers.tracks import Grid, Track
 from mediamill.probe import AudioStream, MediaInfo
 from mediamill.recipes.video import HlsOutput
@@ -100,7 +99,7 @@ async def package(
     tracks: Sequence[Track],
     *,
     heard: Sequence[Heard],
-    texts: Sequence[TextTrack],
+    texts: Sequence[subtitles.Track],
     folder: str,
 ) -> None:
     """Write the renditions and playlists into `folder` of scratch. Raises Failure."""
@@ -112,8 +111,7 @@ async def package(
             f"playlist_name={track.name}.m3u8"
         )
     streams += [rendition.stream(folder, "audio") for rendition in heard]
-    for text in texts:
-        label = re.sub(r"[^\w .()-]", " ", text.stream.title or text.stream.language or "Subtitles")
+    for text, label in zip(texts, subtitles.labels(texts), strict=True):
         streams.append(
             f"in={text.path.name},stream=text,output={folder}/{text.path.name},"
             f"playlist_name={text.path.stem}.m3u8,hls_group_id=subtitles,hls_name={label}"
@@ -271,7 +269,7 @@ async def verify(
     counts: Mapping[str, int],
     decoded: Collection[str],
     heard: Sequence[Heard],
-    texts: Sequence[TextTrack],
+    texts: Sequence[subtitles.Track],
     seconds: float,
     folder: str,
 ) -> list[Output]:
