@@ -108,12 +108,12 @@ def test_what_is_no_text_with_cues_is_refused(data: bytes, code: Code) -> None:
 
 @given(st.binary(max_size=200), st.sampled_from(["en", "und", "ru", "zh", "th"]))
 def test_any_bytes_are_read_or_refused(data: bytes, language: str) -> None:
+    code = None
     try:
         found = sidecars.read(CUE.format("").encode() + data, language=language)
     except Failure as failure:
         code = failure.code
     else:
-        code = None
         found.body.encode("utf-8")
         assert "\0" not in found.body
     assert code in (None, Code.UNKNOWN_ENCODING, Code.UNSUPPORTED_FORMAT)
