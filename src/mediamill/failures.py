@@ -122,7 +122,7 @@ class Code(Enum):
     RESOURCE_LIMIT = Row(
         _P,
         422,
-        "The file is larger than this service allows.",
+        "The file needs more than this service allows.",
         "The detail says what was allowed and what was seen. Send a smaller version, or ask the "
         "operator to raise the limit.",
     )
