@@ -28,7 +28,7 @@ from tests.handlers.studio import Result, Studio
 
 from mediamill import sidecars
 from mediamill.failures import Code
-from mediamill.handlers import Child, Reroute, Wait, video
+from mediamill.handlers import Child, Reroute, Wait, mp4, sound, video
 from mediamill.sidecars import Sidecar
 
 pytestmark = pytest.mark.anyio
@@ -163,10 +163,8 @@ async def test_an_h264_that_no_browser_plays_is_made_one_that_all_do(
     made = stream(done.files["video.mp4"], "video")
     assert (made["codec_name"], made["pix_fmt"]) == ("h264", "yuv420p")
     assert (made["color_space"], made["color_transfer"]) == ("bt709", "bt709")
-    assert done.info["outputs"]["video"] == {
-        "way": "encoded",
-        "reason": "its pixels are yuv444p",
-    }
+    shown = done.info["outputs"]["video"]
+    assert (shown["way"], shown["reason"]) == ("encoded", "its pixels are yuv444p")
 
 
 @pytest.mark.parametrize("flagged", [True, False])
@@ -971,3 +969,45 @@ async def test_subtitles_beside_a_film_become_webvtt_and_renditions(
     texts = {m.name: m.language for m in master(done).media if m.type == "SUBTITLES"}
     assert texts == {"Deutsch": "de", "en": "en", "en 2": "en"}
     assert done.info["warnings"] == ["The subtitles beside it (und) could not be read."]
+
+
+@pytest.mark.parametrize("wanted", [MP4, HLS, {**MP4, "name": "joined"}])
+async def test_sound_that_drifts_from_its_picture_is_never_published(
+    studio: Studio, films: Films, monkeypatch: pytest.MonkeyPatch, wanted: dict[str, Any]
+) -> None:
+    source = films.make("plain.mp4", more=("-c:a", "aac"))
+    shape = sound.shape
+
+    def slower(*args: Any, **more: Any) -> tuple[str, ...]:
+        name, chain, *rest = ("-af", "volume=1", *shape(*args, **more))
+        if rest[0] == "-af":
+            chain, rest = rest[1], rest[2:]
+        return (name, f"{chain},asetrate=48000*0.98,aresample=48000", *rest)
+
+    monkeypatch.setattr(sound, "shape", slower)
+    outputs = [wanted] if wanted["type"] == "hls" or "name" not in wanted else [HLS, wanted]
+    failure = await studio.failure(source, outputs)
+    assert failure.code is Code.OUTPUT_INVALID
+    assert "end 0.0" in failure.problem.detail
+    assert "in the source" in failure.problem.detail
+
+
+async def test_a_file_that_shows_something_else_is_never_published(
+    studio: Studio, films: Films, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = films.make("plain.mp4", more=("-c:a", "aac"))
+    plan = mp4.plan_encode
+
+    def spoiled(*args: Any, **more: Any) -> tuple[str, ...]:
+        return tuple(a.replace("setsar=1", "setsar=1,negate") for a in plan(*args, **more))
+
+    monkeypatch.setattr(mp4, "plan_encode", spoiled)
+    failure = await studio.failure(source, [MP4])
+    assert failure.code is Code.OUTPUT_INVALID
+    assert "does not look like the original" in failure.problem.detail
+
+
+async def test_a_file_tells_how_like_it_is(studio: Studio, films: Films) -> None:
+    source = films.make("sixty.mp4", picture="testsrc2=s=320x180:r=60", more=("-c:a", "aac"))
+    done = await studio.handle(source, [MP4])
+    assert done.info["outputs"]["video"]["likeness"] > 0.95

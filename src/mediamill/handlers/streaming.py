@@ -272,6 +272,7 @@ async def verify(
     texts: Sequence[subtitles.Track],
     seconds: float,
     folder: str,
+    damaged: bool,
 ) -> list[Output]:
     """The package is what was planned: every segment begins at the same frame in every size and is
     as long as it says, and everything decodes. `counts` are the frames of each track by name,
@@ -287,6 +288,9 @@ async def verify(
 
     frames = segment_frames(wanted, on)
     hdr = info.video.hdr if info.video is not None and wanted.hdr == "keep" else None
+
+    expect(len(set(counts.values())) == 1, "its sizes have different numbers of frames")
+    length = on.seconds(next(iter(counts.values())))
 
     async def picture_of(name: str, count: int) -> Output:
         path = root / f"{name}.mp4"
@@ -313,6 +317,11 @@ async def verify(
         begins = abs(found.audio.start_seconds)
         expect(begins <= max(1 / float(on.rate), 0.045), f"{rendition.name} begins late")
         check_segments(path, expect=expect)
+        if rendition.default and not damaged:
+            ended = (await checks.tail(work, path, found)).sound
+            late = None if ended is None else ended - length
+            was = info.sound_after_picture
+            checks.apart(rendition.name, "end", late, was, source=info, rate=on.rate)
         await checks.decode(work, path, found.duration_seconds)
         seconds = found.duration_seconds
         return Output(f"{folder}/{path.name}", path, "audio/mp4", duration_seconds=seconds)
@@ -321,8 +330,6 @@ async def verify(
         *(picture_of(name, count) for name, count in counts.items()),
         *(sound_of(rendition) for rendition in heard),
     )
-    expect(len(set(counts.values())) == 1, "its sizes have different numbers of frames")
-    length = on.seconds(next(iter(counts.values())))
     checks.length(length, info, picture=True)
     _check_master(root / MASTER, counts, bool(heard), expect=expect)
     known = {output.path for output in outputs}
