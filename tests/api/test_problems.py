@@ -244,6 +244,7 @@ async def test_other_tenants_ids_answer_404_on_every_route(
             ):
                 upload_id = media_id.replace("med_", "upl_")
                 path = template.format(
+                    language="en",
                     upload_id=upload_id,
                     media_id=media_id,
                     job_id=job_id,
@@ -300,6 +301,7 @@ async def test_every_route_wants_a_key(api: Api) -> None:
     async with api.stranger() as stranger:
         for method, template in await operations(api):
             path = template.format(
+                language="en",
                 media_id=ids.encode("med", ids.new()),
                 job_id=ids.encode("job", ids.new()),
                 name="x",
@@ -352,6 +354,9 @@ SCOPES = {
     ("GET", "/v1/media/{media_id}/timeline"): "media:read",
     ("POST", "/v1/media/{media_id}/process"): "media:write",
     ("GET", "/v1/media/{media_id}/variants/{name}"): "media:read",
+    ("GET", "/v1/media/{media_id}/subtitles"): "media:read",
+    ("PUT", "/v1/media/{media_id}/subtitles/{language}"): "uploads:write",
+    ("DELETE", "/v1/media/{media_id}/subtitles/{language}"): "uploads:write",
     ("GET", "/v1/recipes"): "media:read",
     ("POST", "/v1/recipes/validate"): "media:read",
     ("GET", "/v1/recipes/{name}"): "media:read",
@@ -399,6 +404,7 @@ async def test_every_route_wants_its_scope(api: Api) -> None:
         others = [s for s in keys.SCOPES if s != scope and (s != "admin" or scope == "operate")]
         async with api.stranger(await api.new_key(api.tenant, *others)) as client:
             path = operation[1].format(
+                language="en",
                 media_id=ready["id"],
                 job_id=ready["job"]["id"],
                 name="w8.webp",

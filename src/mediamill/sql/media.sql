@@ -86,6 +86,8 @@ WITH expired AS (
 ), condemned AS (
     INSERT INTO erasures (tenant_id, media_id) SELECT tenant_id, id FROM expired
     ON CONFLICT DO NOTHING
+), unread AS (
+    DELETE FROM sidecars AS c USING expired AS x WHERE c.tenant_id = x.tenant_id AND c.media_id = x.id
 )
 SELECT 1 FROM expired
 
@@ -293,6 +295,8 @@ WITH gone AS (
 ), condemned AS (
     INSERT INTO erasures (tenant_id, media_id) SELECT tenant_id, id FROM gone
     ON CONFLICT DO NOTHING
+), unread AS (
+    DELETE FROM sidecars AS c USING gone AS g WHERE c.tenant_id = g.tenant_id AND c.media_id = g.id
 ), forgotten AS (
     UPDATE idempotency AS i SET body = NULL, location = NULL
     FROM gone AS g
