@@ -41,6 +41,7 @@ from mediamill.jobs import Claim
 from mediamill.media import Description, Original
 from mediamill.recipes import Recipe
 from mediamill.sandbox import Jail
+from mediamill.sidecars import Sidecar
 from mediamill.tools import Command, Finished, Toolbox
 
 SAMPLES: Final = Path(tools.__file__).with_name("samples")
@@ -373,6 +374,9 @@ class Notes:
         raise AssertionError("its recipe has no stages")
 
     async def children(self) -> list[Child]:
+        return []
+
+    async def sidecars(self) -> list[Sidecar]:
         return []
 
     async def slots(self, queue: str) -> int:

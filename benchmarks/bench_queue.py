@@ -488,12 +488,15 @@ def _idle(here: Stand, report: Report) -> None:
 
 
 def _full(here: Stand, report: Report) -> None:
-    """Transactions of a worker whose slots are all taken while jobs wait; it does not sweep."""
+    """Transactions of a worker whose slots are all taken while jobs wait, and of one that may run
+    only one of them because of a cap; neither sweeps."""
     say(f"\nfull for {WATCH_SECONDS:g} s")
-    seen = _watched(here, f"default={SLOTS}", waiting=10 * SLOTS)
-    report.figure("full worker: CPU", seen.worker_percent, "% of a core")
-    report.figure("full worker: transactions/s", seen.transactions)
-    report.aim("full worker, transactions/s", seen.transactions, most=8.0)
+    for what, kind in (("full worker", "bench.sleep"), ("worker before a cap", "bench.capped")):
+        seen = _watched(here, f"default={SLOTS}", waiting=10 * SLOTS, kind=kind)
+        report.figure(f"{what}: CPU", seen.worker_percent, "% of a core")
+        report.figure(f"{what}: PostgreSQL CPU", seen.server_percent, "% of a core")
+        report.figure(f"{what}: transactions/s", seen.transactions)
+        report.aim(f"{what}, transactions/s", seen.transactions, most=8.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -503,11 +506,11 @@ class Watch:
     transactions: float
 
 
-def _watched(here: Stand, slots: str, *, waiting: int) -> Watch:
+def _watched(here: Stand, slots: str, *, waiting: int, kind: str = "bench.sleep") -> Watch:
     ours = Ours(here, slots=slots)
     ours.fill(0)
     if waiting:
-        asyncio.run(_sleepers(here, waiting))
+        asyncio.run(_sleepers(here, waiting, kind))
     with _workers(ours, 1) as pids:
         harness.await_worker(here, pids[0])
         time.sleep(4.0)
@@ -532,10 +535,10 @@ def _transactions(here: Stand) -> float:
     )
 
 
-async def _sleepers(here: Stand, number: int) -> None:
+async def _sleepers(here: Stand, number: int, kind: str) -> None:
     async with harness.database(here.dsn) as connection:
         for _ in range(number):
-            await mill.enqueue(connection, "bench.sleep", {"seconds": 600.0})
+            await mill.enqueue(connection, kind, {"seconds": 600.0})
 
 
 async def _wake(here: Stand) -> None:
@@ -687,8 +690,11 @@ def _burst(here: Stand, report: Report) -> None:
     report.figure("burst: drained at", seen.rate, "jobs/s")
     report.aim("burst: jobs not completed", seen.unfinished, most=0)
     before, burst = ([w[1] for w in waits] for waits in (seen.waits_before, seen.waits_burst))
-    ratio = percentile(burst, 0.5) / percentile(before, 0.5)
-    report.aim("quiet tenant's wait until done, burst / alone, p50", ratio, most=2.0)
+    # A wait is until the result is there. Nothing is interrupted, so a start waits for the next
+    # slot that gets free, which alone is no wait at all: that ratio would say nothing.
+    for name, quantile in (("p50", 0.5), ("p99", 0.99)):
+        ratio = percentile(burst, quantile) / percentile(before, quantile)
+        report.aim(f"quiet tenant's wait until done, burst / alone, {name}", ratio, most=2.0)
     report.aim("accepting in the burst, p99 ms", percentile(seen.accepts_burst, 0.99), most=250.0)
 
 

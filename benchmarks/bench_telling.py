@@ -26,6 +26,7 @@ from benchmarks import harness
 from benchmarks.harness import Report, Stand, percentile, say
 
 from mediamill import db, estimates, ids, media, uploads, webhooks
+from mediamill.sealing import Vault
 
 _LOCAL: Final = ["127.0.0.0/8"]
 _CLIENTS: Final = 16
@@ -205,7 +206,7 @@ async def _say_events(connection: db.Connection, type_: str, count: int) -> dict
 
 async def _endpoint(connection: db.Connection, url: str, *types: str) -> None:
     wanted = webhooks.Wanted(url, types=list(types))
-    await webhooks.add(connection, harness.TENANT, wanted, origin="-", most=10_000)
+    await webhooks.add(connection, harness.TENANT, wanted, origin="-", most=10_000, vault=Vault())
 
 
 def deliveries(here: Stand, report: Report, seconds: float) -> None:

@@ -26,3 +26,9 @@ async def stamp(job: Job) -> float:
 async def sleep(job: Job, payload: dict[str, Any]) -> None:
     """Holds a slot for `seconds`, and uses nothing."""
     await asyncio.sleep(payload.get("seconds", 600.0))
+
+
+@mill.job("bench.capped", concurrency=1)
+async def capped(job: Job, payload: dict[str, Any]) -> None:
+    """As `bench.sleep`, and one at a time in the whole fleet."""
+    await asyncio.sleep(payload.get("seconds", 600.0))

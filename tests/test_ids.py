@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
 from uuid import UUID
 
 from hypothesis import given, settings
@@ -59,3 +60,19 @@ def test_new_ids_are_version_7_and_rise() -> None:
     assert {value.version for value in made} == {7}
     assert len(set(made)) == 1000
     assert made == sorted(made)
+
+
+def test_what_was_created_in_between_lies_within_the_span() -> None:
+    made = ids.new()
+    now = datetime.now(UTC)
+    for minutes in (0, 59):  # clocks disagree
+        first, last = ids.span(now + timedelta(minutes=minutes), now - timedelta(minutes=minutes))
+        assert first <= made <= last
+    first, _ = ids.span(now + timedelta(hours=2), None)
+    _, last = ids.span(None, now - timedelta(hours=2))
+    assert last < made < first
+    assert ids.span(None, None) == (UUID(int=0), UUID(int=2**128 - 1))
+    extremes = ids.span(
+        datetime.max.replace(tzinfo=UTC) - timedelta(days=1), datetime(1, 1, 2, tzinfo=UTC)
+    )
+    assert extremes[0] > made > extremes[1]

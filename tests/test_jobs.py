@@ -11,10 +11,10 @@ import asyncpg
 import pytest
 from tests import rows
 
-from mediamill import db, jobs, media, uploads
+from mediamill import db, ids, jobs, media, uploads
 from mediamill.config import Settings
 from mediamill.failures import Code, LeaseLost, Problem
-from mediamill.jobs import Birth, Claim, Record
+from mediamill.jobs import Birth, Claim, NewJob, Record
 from mediamill.media import Description
 from mediamill.queue import Ticket
 
@@ -347,6 +347,121 @@ async def test_a_preview_moves_nothing_but_itself(
     assert await rows.column(connection, "media", "state", tenant, media_id) == "processing"
 
 
+async def make(
+    connection: db.Connection, tenant: str, queue: str, number: int, *, delay_seconds: float = 0.0
+) -> list[UUID]:
+    wanted = [
+        NewJob(id=ids.new(), kind="thing", queue=queue, payload={}, delay_seconds=delay_seconds)
+        for _ in range(number)
+    ]
+    async with connection.transaction():
+        await jobs.enqueue(connection, tenant, wanted)
+    return [j.id for j in wanted]
+
+
+async def order(connection: db.Connection, queue: str) -> list[UUID]:
+    found = await connection.fetch(
+        "SELECT id FROM jobs WHERE queue = $1 AND state = 'queued' ORDER BY turn, id", queue
+    )
+    return [row["id"] for row in found]
+
+
+async def due(connection: db.Connection, queue: str) -> int:
+    await connection.execute("UPDATE jobs SET run_at = now() WHERE queue = $1", queue)
+    async with connection.transaction():
+        return await jobs.line_up(connection, [queue])
+
+
+async def test_what_holds_back_has_no_ticket_until_it_is_due(
+    connection: db.Connection, tenant: str
+) -> None:
+    queue = f"q-{tenant}"
+    later = await make(connection, tenant, queue, 3, delay_seconds=60)
+    (now,) = await make(connection, tenant, queue, 1)
+    assert await rows.tickets(connection, tenant) == [now]
+    async with connection.transaction():
+        assert await jobs.line_up(connection, [queue]) == 0
+    assert await due(connection, queue) == 3
+    assert sorted(await rows.tickets(connection, tenant)) == sorted([now, *later])
+    async with connection.transaction():
+        assert await jobs.line_up(connection, [queue]) == 0
+    assert await order(connection, queue) == [now, *later]
+
+
+async def test_what_holds_back_lets_no_newcomer_pass_those_who_wait(
+    connection: db.Connection, tenant: str
+) -> None:
+    """The line has moved on to turn 500; a job of turn 1 that holds back must not set it back."""
+    queue, newcomer = f"q-{tenant}", await rows.new_tenant(connection)
+    (early,) = await make(connection, tenant, queue, 1, delay_seconds=3600)
+    waiting = await make(connection, tenant, queue, 3)
+    await connection.execute(
+        "UPDATE jobs SET turn = turn + 500 WHERE queue = $1 AND id <> $2", queue, early
+    )
+    new = await make(connection, newcomer, queue, 3)
+    assert await order(connection, queue) == [
+        *(job for pair in zip(waiting, new, strict=True) for job in pair),
+        early,
+    ]
+
+
+async def test_a_retry_goes_on_from_its_place_and_what_is_new_from_the_end(
+    connection: db.Connection, tenant: str
+) -> None:
+    queue = f"q-{tenant}"
+    (first,) = await make(connection, tenant, queue, 1)
+    claimed = await jobs.claim(
+        connection,
+        [Ticket(queue, tenant, first)],
+        worker="w",
+        lease_seconds=60,
+        kinds=[("thing", 1)],
+    )
+    waiting = await make(connection, tenant, queue, 3)
+    (delayed,) = await make(connection, tenant, queue, 1, delay_seconds=60)
+    async with connection.transaction():
+        await jobs.requeue(
+            connection, claimed[0], reason="internal", outcome="retried", delay_seconds=60
+        )
+    assert await order(connection, queue) == [*waiting, first, delayed]
+    assert await due(connection, queue) == 2
+    assert await order(connection, queue) == [first, *waiting, delayed]
+
+
+async def test_many_that_are_due_at_once_share_the_turns_with_others(
+    connection: db.Connection, tenant: str
+) -> None:
+    queue, quiet = f"q-{tenant}", await rows.new_tenant(connection)
+    await make(connection, tenant, queue, 50, delay_seconds=60)
+    assert await due(connection, queue) == 50
+    new = await make(connection, quiet, queue, 2)
+    places = [(await order(connection, queue)).index(job) for job in new]
+    assert places == [1, 3]
+
+
+async def test_a_job_that_was_claimed_while_it_held_back_can_hold_back_again(
+    connection: db.Connection, tenant: str
+) -> None:
+    """A ticket from before may claim it, once it is due, ahead of its place in the line."""
+    queue = f"q-{tenant}"
+    (job,) = await make(connection, tenant, queue, 1, delay_seconds=60)
+    for _ in range(3):
+        await connection.execute("UPDATE jobs SET run_at = now() WHERE id = $1", job)
+        (held,) = await jobs.claim(
+            connection,
+            [Ticket(queue, tenant, job)],
+            worker="w",
+            lease_seconds=60,
+            kinds=[("thing", 1)],
+        )
+        assert held.turn == 1
+        async with connection.transaction():
+            await jobs.requeue(
+                connection, held, reason="internal", outcome="retried", delay_seconds=60,
+                give_back_attempt=True,
+            )  # fmt: skip
+
+
 async def test_a_retry_waits_as_long_as_it_should_and_counts(desk: Desk) -> None:
     held = await desk.claim()
     async with desk.connection.transaction():
@@ -366,7 +481,7 @@ async def test_a_retry_waits_as_long_as_it_should_and_counts(desk: Desk) -> None
         "SELECT extract(epoch FROM run_at - now())::float8 FROM jobs WHERE id = $1", held.id
     )
     assert 29 < waits <= 30
-    assert await rows.tickets(desk.connection, desk.tenant) == [held.id, held.id]
+    assert await rows.tickets(desk.connection, desk.tenant) == [held.id]  # that of its birth
     with pytest.raises(AssertionError, match="not claimable"):
         await desk.claim()
 

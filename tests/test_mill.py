@@ -1071,6 +1071,55 @@ async def test_a_kinds_cap_holds_over_two_workers_and_holds_up_no_other_kind(cre
     assert {(await crew.job(o))["state"] for o in others} == {"completed"}
 
 
+async def tickets_at_rest(crew: Crew) -> list[db.Row]:
+    """The waiting tickets once nobody has touched them for a second and a half."""
+    look = "SELECT id, entrypoint FROM mediamill_tickets ORDER BY id"
+    deadline = time.monotonic() + 60
+    seen = await crew.fetch(look)
+    while True:
+        assert time.monotonic() < deadline, "tickets are taken and put back for ever"
+        await asyncio.sleep(1.5)
+        before, seen = seen, await crew.fetch(look)
+        if before == seen:
+            return seen
+
+
+async def test_what_a_worker_does_not_know_is_set_aside_once_and_holds_up_nobody(
+    crew: Crew,
+) -> None:
+    knows_more, mill = Mill(), Mill()
+    for knowing in (knows_more, mill):
+        knowing.job("noop")(lambda job: None)
+    knows_more.job("strange")(lambda job: None)
+    strange = [await crew.enqueue(knows_more, "strange") for _ in range(50)]
+    behind = await crew.enqueue(mill, "noop")
+    async with crew.worker(mill, {"default": 2}):
+        assert (await crew.ended(behind))["state"] == "completed"
+        assert {r["entrypoint"] for r in await tickets_at_rest(crew)} == {"default/strange/1"}
+    async with crew.worker(knows_more, {"default": 2}):
+        for job_id in strange:
+            assert (await crew.ended(job_id))["attempt"] == 1
+
+
+async def test_what_waits_for_a_cap_lies_aside_and_goes_on_in_order(crew: Crew) -> None:
+    mill = Mill()
+    order: list[int] = []
+    go_on = asyncio.Event()
+
+    @mill.job("report", concurrency=1)
+    async def report(job: Job, payload: dict[str, int]) -> None:
+        await go_on.wait()
+        order.append(payload["n"])
+
+    made = [await crew.enqueue(mill, "report", {"n": n}) for n in range(40)]
+    async with crew.worker(mill, {"default": 4}):
+        assert {r["entrypoint"] for r in await tickets_at_rest(crew)} == {"default/report/1"}
+        go_on.set()
+        for job_id in made:
+            await crew.ended(job_id)
+    assert order == list(range(40))
+
+
 async def test_a_paused_queue_takes_nothing_new_until_it_goes_on(crew: Crew) -> None:
     mill = Mill()
     go_on = asyncio.Event()

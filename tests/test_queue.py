@@ -28,8 +28,8 @@ async def connection(dsn: str) -> AsyncIterator[db.Connection]:
         yield made
 
 
-def ticket(name: str = "image", priority: int = 0, delay: float = 0.0) -> Ticket:
-    return Ticket(name, "default", ids.new(), priority=priority, delay_seconds=delay)
+def ticket(name: str = "image", priority: int = 0, lane: str = "") -> Ticket:
+    return Ticket(name, "default", ids.new(), priority=priority, lane=lane)
 
 
 async def take(connection: db.Connection, *queues: str, most: int = 100) -> list[UUID]:
@@ -90,15 +90,50 @@ async def test_a_taker_that_dies_gives_the_tickets_back(
     assert found == [given.job_id]
 
 
-async def test_a_delayed_ticket_is_not_due_before_its_time(connection: db.Connection) -> None:
-    later, soon = ticket(delay=60), ticket(delay=0.2)
-    await queue.publish(connection, [later, soon])
+async def test_a_ticket_that_an_older_version_delayed_is_not_due_before_its_time(
+    connection: db.Connection,
+) -> None:
+    given = ticket()
+    await queue.publish(connection, [given])
+    await connection.execute("UPDATE mediamill_tickets SET execute_after = now() + interval '1 h'")
     assert await take(connection) == []
-    assert await queue.waiting(connection) == {"image": 2}
-    async with asyncio.timeout(5):
-        while not (found := await take(connection)):  # noqa: ASYNC110  # nothing tells us
-            await asyncio.sleep(0.02)
-    assert found == [soon.job_id]
+    await connection.execute("UPDATE mediamill_tickets SET execute_after = now()")
+    assert await take(connection) == [given.job_id]
+
+
+async def test_what_lies_aside_is_found_by_those_who_look_there(connection: db.Connection) -> None:
+    aside, other, plain = ticket(lane="report/2"), ticket(lane="report/1"), ticket()
+    await queue.publish(connection, [aside, other, plain, ticket("video", lane="report/2")])
+    assert await queue.waiting(connection) == {
+        "image": 1, "image/report/1": 1, "image/report/2": 1, "video/report/2": 1
+    }  # fmt: skip
+    assert await queue.used_lanes(connection, ["image", "audio"], ["report/2", "csv/1"]) == [
+        ("image", "report/2")
+    ]
+    assert await take(connection) == [plain.job_id]
+    async with connection.transaction():
+        (taken,) = await queue.take(
+            connection,
+            ["image"],
+            most=5,
+            lanes={("image", "report/2"): 5, ("video", "report/2"): 5},
+        )
+    assert (taken.queue, taken.lane, taken.job_id) == ("image", "report/2", aside.job_id)
+
+
+async def test_lanes_share_the_room_of_their_queue_and_the_better_goes_first(
+    connection: db.Connection,
+) -> None:
+    aside = [ticket(lane="csv/1", priority=n) for n in (5, 1)]
+    plain = [ticket(priority=n) for n in (4, 0)]
+    await queue.publish(connection, [*aside, *plain])
+    async with connection.transaction():
+        taken = await queue.take(connection, ["image"], most=3, lanes={("image", "csv/1"): 3})
+    assert [t.job_id for t in taken] == [aside[0].job_id, plain[0].job_id, aside[1].job_id]
+    await queue.publish(connection, taken[:1])
+    async with connection.transaction():
+        taken = await queue.take(connection, ["image"], most=3, lanes={("image", "csv/1"): 0})
+    assert [t.job_id for t in taken] == [plain[1].job_id]
 
 
 async def test_higher_priority_comes_first_and_then_the_older(connection: db.Connection) -> None:

@@ -473,6 +473,7 @@ class Queue(RuleBasedStateMachine):
 
 async def _claim(connection: db.Connection, worker: str, most: int) -> list[Claim]:
     async with connection.transaction():
+        await jobs.line_up(connection, ["default"])
         tickets = await queue.take(connection, ["default"], most=most)
         return await jobs.claim(connection, tickets, worker=worker, lease_seconds=KEEP, kinds=KINDS)
 

@@ -382,6 +382,49 @@ async def test_a_thread_bomb_is_stopped(bench: Bench) -> None:
     )
     ended = await bench.python(code, limits={"threads": 100, "wall_seconds": 30})
     assert ended.stopped_for is StopReason.THREADS
+    told(ended, "resource_limit", "threads", 100, "threads")
+
+
+@pytest.mark.anyio
+@linux
+async def test_a_fork_bomb_is_stopped_with_all_of_it(bench: Bench) -> None:
+    """Where no filter of system calls forbids the first fork."""
+    code = (
+        "import os, time\n"
+        "for _ in range(300):\n"
+        "    if os.fork() == 0: time.sleep(60)\n"
+        "time.sleep(60)"
+    )
+    limits = {"processes": 20, "wall_seconds": 30}
+    ended = await bench.python(code, limits=limits, where=Sandbox(Level.LIMITS, ""))
+    assert ended.stopped_for is StopReason.PROCESSES
+    told(ended, "resource_limit", "processes", 20, "processes")
+
+
+def told(ended: Finished, code: str, name: str, allowed: float, unit: str) -> None:
+    """The failure says which limit it was, what was allowed, and that more was seen."""
+    failure = tools.classify(ended, tool="python", limits=LIMITS)
+    assert failure is not None
+    assert failure.code.code == code
+    limit = failure.problem.limit
+    assert limit is not None
+    assert (limit["name"], limit["allowed"], limit["unit"]) == (name, allowed, unit)
+    assert limit["seen"] >= allowed
+
+
+@pytest.mark.anyio
+async def test_every_limit_tells_what_was_allowed_and_seen(bench: Bench) -> None:
+    sleep = "import time; time.sleep(60)"
+    told(await bench.python(sleep, limits={"wall_seconds": 0.5}), "time_limit", "time", 0.5, "s")
+    chatter = "import sys\nwhile True: sys.stdout.write('x' * 4096)"
+    printed = await bench.python(chatter, output_bytes=1 << 16)
+    told(printed, "output_limit", "printed", 1 << 16, "bytes")
+    hoard = "x = [bytearray(1 << 20) for _ in range(400)]; import time; time.sleep(60)"
+    ended = await bench.python(hoard, limits={"memory_bytes": 100 << 20, "wall_seconds": 30})
+    failure = tools.classify(ended, tool="python", limits=bench.jail(memory_bytes=100 << 20).limits)
+    assert failure is not None
+    assert failure.problem.limit is not None
+    assert failure.problem.limit["allowed"] == 100 << 20
 
 
 @pytest.mark.anyio
@@ -393,6 +436,8 @@ async def test_a_file_that_grows_too_large_is_an_output_limit(bench: Bench) -> N
     failure = tools.classify(ended, tool="ffmpeg", limits=bench.jail().limits)
     assert failure is not None
     assert failure.code is Code.OUTPUT_LIMIT
+    assert failure.problem.limit is not None
+    assert failure.problem.limit["allowed"] == bench.jail().limits.file_bytes
     assert (bench.folder / "x.avi").stat().st_size <= 1 << 20
 
 
@@ -404,6 +449,8 @@ async def test_many_files_together_have_a_limit(bench: Bench) -> None:
     for limits in ({"scratch_bytes": 1 << 20}, {"scratch_files": 20}):
         ended = await bench.python(code, limits=limits)
         assert ended.stopped_for is StopReason.SCRATCH
+        ((name, most),) = limits.items()
+        told(ended, "output_limit", "output", most, name.removeprefix("scratch_"))
 
 
 @pytest.mark.anyio
@@ -485,6 +532,7 @@ async def test_a_tool_without_progress_is_stalled(bench: Bench) -> None:
     assert ended.stopped_for is StopReason.STALLED
     silent = await bench.python("import time; time.sleep(60)", stall_seconds=0.5)
     assert silent.stopped_for is StopReason.STALLED
+    told(silent, "time_limit", "time without progress", 0.5, "s")
 
 
 @pytest.mark.anyio
@@ -718,7 +766,8 @@ def test_each_sign_is_found_in_what_a_tool_really_said(row: int) -> None:
         (end(-9, stopped_for=StopReason.CANCELED), "ffmpeg", Code.CANCELED),
         (end(0, stopped_for=StopReason.OUTPUT), "ffmpeg", Code.OUTPUT_LIMIT),
         (end(-9, stopped_for=StopReason.MEMORY), "python", Code.MEMORY_LIMIT),
-        (end(-9, stopped_for=StopReason.THREADS), "python", Code.TOOL_FAILED),
+        (end(-9, stopped_for=StopReason.THREADS), "python", Code.RESOURCE_LIMIT),
+        (end(-9, stopped_for=StopReason.PROCESSES), "python", Code.RESOURCE_LIMIT),
         # our own reasons come before what it said
         (end(-9, "moov atom not found", stopped_for=StopReason.TIME), "ffmpeg", Code.TIME_LIMIT),
         (end(-signal.SIGXFSZ), "ffmpeg", Code.OUTPUT_LIMIT),

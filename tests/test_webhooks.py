@@ -22,9 +22,10 @@ from svix.webhooks import Webhook as SvixWebhook
 from tests import rows
 from tests.sink import LOCAL, answering, listening, saying, silence
 
-from mediamill import db, events, ids, webhooks
+from mediamill import db, events, ids, sealing, webhooks
 from mediamill.config import Settings, defaults
 from mediamill.egress import Egress, Policy
+from mediamill.sealing import Vault
 from mediamill.states import DeliveryState
 from mediamill.webhooks import Courier, Outcome, decide
 
@@ -54,6 +55,7 @@ class World:
                 webhooks.Wanted(url=url, **wanted),
                 origin=url.rsplit("/", 1)[0],
                 most=1000,
+                vault=Vault(),
             )
 
     async def happens(self, count: int = 1, *, type: str = "media.failed", **data: Any) -> None:
@@ -166,6 +168,37 @@ async def test_ed25519_signatures_check_with_the_public_key_alone(here: World) -
         public.verify(base64.b64decode(mark), signed + b" ")
 
 
+async def test_a_sealed_secret_signs_and_one_without_its_key_waits_for_it(
+    shared: str, tmp_path: Path
+) -> None:
+    async with (
+        listening() as sink,
+        world(shared, tmp_path, secrets_key=sealing.new_key()) as here,
+    ):
+        async with db.transaction(here.pool) as connection:
+            _, secret = await webhooks.add(
+                connection,
+                here.tenant,
+                webhooks.Wanted(url=sink.url),
+                origin=sink.url.rsplit("/", 1)[0],
+                most=10,
+                vault=Vault.of(here.settings),
+            )
+        await here.happens()
+        stranger = here.settings.model_copy(update={"secrets_key": sealing.new_key()})
+        lost = Courier(stranger, here.pool, name="courier-2", slots=1)
+        assert await lost.once() == 1
+        await lost.settle()
+        (tried,) = await here.fetch(
+            "SELECT failure FROM delivery_attempts WHERE tenant_id = $1", here.tenant
+        )
+        assert "does not have" in tried["failure"]
+        assert sink.connections == 0
+        await here.deliver_all()
+        headers, body = sink.parsed()
+        Webhook(webhooks.shown_secret("hmac", secret)).verify(body, headers)
+
+
 async def test_while_a_secret_is_rotated_both_sign(here: World) -> None:
     """Also what was tried before the rotation and is tried again after it."""
     async with listening(answering(500, 200)) as sink:
@@ -173,7 +206,7 @@ async def test_while_a_secret_is_rotated_both_sign(here: World) -> None:
         await here.happens()
         await here.deliver()
         async with db.transaction(here.pool) as connection:
-            new = await webhooks.rotate(connection, row, overlap_seconds=3600)
+            new = await webhooks.rotate(connection, row, overlap_seconds=3600, vault=Vault())
         await here.deliver_all()
         first, _ = sink.parsed(0)
         headers, body = sink.parsed(1)

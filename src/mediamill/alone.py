@@ -17,9 +17,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from mediamill import handlers, ids, recipes, sandbox, tools, uploads
+from mediamill import handlers, ids, recipes, sandbox, sidecars, tools, uploads
 from mediamill.config import Settings
-from mediamill.failures import Code, Failure
+from mediamill.failures import Code, Failure, limit_exceeded
 from mediamill.handlers import Done, Output, Reroute
 from mediamill.image_children import confined_pool
 from mediamill.image_pool import ImagePool
@@ -28,6 +28,7 @@ from mediamill.media import Description, Original
 from mediamill.processes import HANDLERS
 from mediamill.recipes import Recipe
 from mediamill.sandbox import Jail, Sandbox
+from mediamill.sidecars import Sidecar
 from mediamill.tools import Command, Finished, ProcessGroups, Toolbox
 
 _TENANT: Final = "default"
@@ -151,6 +152,29 @@ def _original(
     )
 
 
+def _sidecars(path: Path) -> list[Sidecar]:
+    """The subtitles next to a film: `film.srt` and `film.de.vtt` for `film.mp4`. Raises Failure."""
+    found: dict[str, Sidecar] = {}
+    for file in sorted(path.parent.iterdir()):
+        language = file.stem.removeprefix(path.stem).removeprefix(".").lower() or "und"
+        if (
+            file.suffix not in (".srt", ".vtt")
+            or file.stem not in (path.stem, f"{path.stem}.{language}")
+            or not sidecars.LANGUAGE.fullmatch(language)
+        ):
+            continue
+        if file.stat().st_size > sidecars.MAX_BYTES:
+            raise limit_exceeded(
+                "subtitles",
+                allowed=sidecars.MAX_BYTES,
+                seen=file.stat().st_size,
+                unit="bytes",
+            )
+        text = sidecars.read(file.read_bytes(), language=language)
+        found[language] = Sidecar(language, None, text.format, text.body)
+    return list(found.values())
+
+
 class _Work:
     """See handlers.Work."""
 
@@ -242,6 +266,9 @@ class _Work:
 
     async def children(self) -> list[handlers.Child]:
         return []
+
+    async def sidecars(self) -> list[Sidecar]:
+        return await asyncio.to_thread(_sidecars, self._source)
 
     async def slots(self, queue: str) -> int:
         return 1

@@ -27,6 +27,7 @@ from mediamill import (
     recipes,
     retry,
     sandbox,
+    sidecars,
     variants,
 )
 from mediamill.config import Settings
@@ -40,6 +41,7 @@ from mediamill.media import Description, Original
 from mediamill.mill import Mill
 from mediamill.recipes import Recipe
 from mediamill.sandbox import Jail, Sandbox
+from mediamill.sidecars import Sidecar
 from mediamill.storage import Storage
 from mediamill.tools import Command, Finished, ProcessGroups, Toolbox
 from mediamill.tools import run as run_tool
@@ -399,6 +401,14 @@ class Attempt:
             lambda pool: jobs.children_of(pool, self.claim.tenant_id, self.claim.id)
         )
         return [handlers.Child(row["child_key"], row["state"], row["result"] or {}) for row in rows]
+
+    async def sidecars(self) -> list[Sidecar]:
+        claim, media_id = self.claim, self.claim.media_id
+        assert media_id is not None
+        found: list[Sidecar] = await self._outlast(
+            lambda pool: sidecars.texts(pool, claim.tenant_id, media_id)
+        )
+        return found
 
     async def slots(self, queue: str) -> int:
         known: dict[str, int] = await self._outlast(installation.slots)

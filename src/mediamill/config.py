@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import re
 import tomllib
@@ -84,6 +85,7 @@ class Settings(BaseSettings):
     s3_access_key_id: str | None = None
     s3_secret_access_key: str | None = None
     storage_event_secrets: dict[str, str] | None = None
+    secrets_key: str | None = None
     database_pool_size: int = Field(ge=2, le=200)
     slots: str | None = None
     drain_seconds: float = Field(ge=0)
@@ -159,6 +161,13 @@ class Settings(BaseSettings):
             raise ValueError("a pause is 0 to 604800 seconds")
         return value
 
+    @field_validator("secrets_key")
+    @classmethod
+    def _keys(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_secrets_keys(value)
+        return value
+
     @field_validator("egress_ports")
     @classmethod
     def _ports(cls, value: list[int]) -> list[int]:
@@ -230,6 +239,11 @@ class Settings(BaseSettings):
         return self.data_dir / "api-key"
 
     @property
+    def secrets_key_file(self) -> Path:
+        """What `mediamill up` seals webhook secrets with."""
+        return self.data_dir / "secrets.key"
+
+    @property
     def scratch_dir(self) -> Path:
         return self.data_dir / "scratch"
 
@@ -290,6 +304,23 @@ def origins() -> dict[str, str]:
         else "default"
         for name, variable in names.items()
     }
+
+
+SECRETS_KEY_BYTES: Final = 32
+
+
+def parse_secrets_keys(text: str) -> list[bytes]:
+    """Keys of 32 bytes in base64, with commas between them. Raises ValueError."""
+    keys = []
+    for part in text.split(","):
+        try:
+            key = base64.b64decode(part.strip(), validate=True)
+        except ValueError:
+            key = b""
+        if len(key) != SECRETS_KEY_BYTES:
+            raise ValueError("secrets_key: a key is 32 bytes in base64 (openssl rand -base64 32)")
+        keys.append(key)
+    return keys
 
 
 def parse_slots(text: str | None) -> dict[str, int]:

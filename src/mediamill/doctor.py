@@ -16,6 +16,7 @@ import click
 from mediamill import __version__, db, embedded, sandbox, tools
 from mediamill.config import Settings
 from mediamill.failures import Failure
+from mediamill.sealing import Vault
 from mediamill.storage import StorageRefused
 from mediamill.storage.choice import missing
 
@@ -90,6 +91,7 @@ def _report(title: str, findings: Sequence[Finding], form: str) -> int:
 
 async def _findings(settings: Settings) -> AsyncIterator[Finding]:
     yield _disk(settings)
+    yield _secrets(settings)
     yield _python()
     confined = await asyncio.to_thread(sandbox.detect)
     strong = confined.level is not sandbox.Level.LIMITS
@@ -118,6 +120,19 @@ def _disk(settings: Settings) -> Finding:
         free >= _FREE_BYTES and os.access(folder, os.W_OK),
         f"{free / 2**30:.1f} GiB free under {settings.data_dir}",
         "Free some disk, or point MEDIAMILL_DATA_DIR to a folder that can be written to.",
+    )
+
+
+def _secrets(settings: Settings) -> Finding:
+    sealed = Vault.of(settings).locks
+    where = "MEDIAMILL_SECRETS_KEY" if settings.secrets_key else str(settings.secrets_key_file)
+    return Finding(
+        "webhook secrets",
+        sealed or None,
+        f"sealed in the database, by {where}"
+        if sealed
+        else "kept in plain in the database: "
+        "set MEDIAMILL_SECRETS_KEY (`openssl rand -base64 32`); `mediamill up` makes one",
     )
 
 

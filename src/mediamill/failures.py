@@ -113,10 +113,16 @@ class Code(Enum):
         "The file refers to other files or addresses, or carries script.",
         "Export it as a plain picture or a self-contained video.",
     )
+    UNKNOWN_ENCODING = Row(
+        _P,
+        422,
+        "The encoding of the text is not known.",
+        "Save it as UTF-8, or say in Content-Type what it is, such as charset=windows-1251.",
+    )
     RESOURCE_LIMIT = Row(
         _P,
         422,
-        "The file is larger than this service allows.",
+        "The file needs more than this service allows.",
         "The detail says what was allowed and what was seen. Send a smaller version, or ask the "
         "operator to raise the limit.",
     )
@@ -343,7 +349,7 @@ class Code(Enum):
         _P,
         415,
         "The body is not of a type that this address takes.",
-        "Send application/json or multipart/form-data.",
+        "The detail names the types that are taken.",
     )
     RANGE_NOT_SATISFIABLE = Row(
         _P, 416, "The file has no such range.", "`Content-Range` names the length."

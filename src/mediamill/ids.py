@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timedelta
 from typing import Final
 from uuid import UUID
 
@@ -14,6 +15,7 @@ _ALPHABET: Final = "0123456789abcdefghjkmnpqrstvwxyz"
 _VALUES: Final = {char: value for value, char in enumerate(_ALPHABET)}
 _LENGTH: Final = 26
 _MOST: Final = 2**128
+_SPARE: Final = timedelta(hours=1)
 
 MEDIA: Final = "med"
 UPLOAD: Final = "upl"
@@ -51,6 +53,17 @@ def decode(prefix: str, text: str) -> UUID | None:
             return None
         number = number << 5 | value
     return UUID(int=number) if number < _MOST else None
+
+
+def span(after: datetime | None, before: datetime | None) -> tuple[UUID, UUID]:
+    """The first and the last id that what was created in between can have, with an hour to spare
+    for clocks that disagree: ids sort by time, so a list need not read what lies outside."""
+    first, last = 0, _MOST - 1
+    if after is not None:
+        first = max(int((after - _SPARE).timestamp() * 1000), 0) << 80
+    if before is not None:
+        last = (max(int((before + _SPARE).timestamp() * 1000), 0) + 1 << 80) - 1
+    return UUID(int=min(first, _MOST - 1)), UUID(int=min(last, _MOST - 1))
 
 
 def born(value: UUID) -> float:

@@ -17,6 +17,7 @@ from mediamill.failures import Code, LeaseLost, Problem
 from mediamill.queue import Ticket
 
 _SQL: Final = db.load("jobs")
+_LINE_UP: Final = 500
 
 # Positions beyond this are told as "more than".
 POSITION_CAP: Final = 10_000
@@ -150,15 +151,27 @@ async def enqueue(
         [j.weight for j in wanted],
         parent_id,
     )
-    delays = {j.id: j.delay_seconds for j in wanted}
+    held_back = {j.id for j in wanted if j.delay_seconds > 0}
     await queue.publish(
         connection,
         [
-            Ticket(r["queue"], tenant_id, r["id"], r["priority"], r["turn"], delays[r["id"]])
+            Ticket(r["queue"], tenant_id, r["id"], r["priority"], r["turn"])
             for r in rows
+            if r["id"] not in held_back
         ],
     )
     return {row["id"] for row in rows}
+
+
+async def line_up(connection: db.Connection, queues: Sequence[str]) -> int:
+    """Give turns and tickets to the jobs of these queues that held back and are due, in the
+    caller's transaction; how many, at most 500 of each queue."""
+    rows = await connection.fetch(_SQL.line_up, queues, _LINE_UP)
+    await queue.publish(
+        connection,
+        [Ticket(r["queue"], r["tenant_id"], r["id"], r["priority"], r["turn"]) for r in rows],
+    )
+    return len(rows)
 
 
 async def duplicate(
@@ -180,7 +193,7 @@ async def claim(
     """Claim those jobs of `tickets` that are claimable now and of a kind and version in `kinds`.
 
     A ticket for a job that is not claimable is worth nothing. One for a job that waits, but is not
-    for this worker, is published again for others, a little later.
+    for this worker, is set aside for others.
     """
     rows = await connection.fetch(
         _SQL.claim,
@@ -195,14 +208,13 @@ async def claim(
     claims = [Claim(**dict(row)) for row in rows]
     if len(claims) < len(tickets):
         claimed = {c.id for c in claims}
-        await put_back(connection, [t for t in tickets if t.job_id not in claimed])
+        await set_aside(connection, [t for t in tickets if t.job_id not in claimed])
     return claims
 
 
-async def put_back(
-    connection: db.Connection, tickets: Sequence[Ticket], *, delay_seconds: float = 1.0
-) -> None:
-    """Publish again the tickets of jobs that still wait; the others are dropped."""
+async def set_aside(connection: db.Connection, tickets: Sequence[Ticket]) -> None:
+    """Publish again the tickets of jobs that still wait, each in the lane of its sort; the others
+    are dropped."""
     rows = await connection.fetch(
         _SQL.unclaimed,
         [t.tenant_id for t in tickets],
@@ -212,10 +224,23 @@ async def put_back(
     await queue.publish(
         connection,
         [
-            Ticket(r["queue"], r["tenant_id"], r["id"], r["priority"], r["turn"], delay_seconds)
+            Ticket(
+                r["queue"],
+                r["tenant_id"],
+                r["id"],
+                r["priority"],
+                r["turn"],
+                lane(r["kind"], r["schema_version"]),
+            )
             for r in rows
         ],
     )
+
+
+def lane(kind: str, version: int) -> str:
+    """Where tickets of this sort of job lie aside: of a kind that runs as often as it may, or that
+    the worker which met them does not know."""
+    return f"{kind}/{version}"
 
 
 async def running(
@@ -378,7 +403,8 @@ async def requeue(
     to_kind: str | None = None,
     record: Record = NO_RECORD,
 ) -> None:
-    """processing → queued with a fresh ticket, in the caller's transaction. Raises LeaseLost."""
+    """processing → queued, in the caller's transaction; one that need not hold back gets a ticket
+    now, another from `line_up`. Raises LeaseLost."""
     row = await connection.fetchrow(
         _SQL.requeue,
         held.tenant_id,
@@ -398,10 +424,9 @@ async def requeue(
     )
     _held(row)
     assert row is not None
-    ticket = Ticket(
-        row["queue"], held.tenant_id, held.id, row["priority"], row["turn"], delay_seconds
-    )
-    await queue.publish(connection, [ticket])
+    if delay_seconds <= 0:
+        ticket = Ticket(row["queue"], held.tenant_id, held.id, row["priority"], row["turn"])
+        await queue.publish(connection, [ticket])
 
 
 async def wait(
@@ -546,15 +571,13 @@ async def restart(
     generation: int | None = None,
     delay_seconds: float = 0.0,
 ) -> bool:
-    """failed → queued with a fresh ticket, attempts from zero and history kept; False if not
-    failed."""
+    """failed → queued, attempts from zero and history kept, with a ticket as for `requeue`; False
+    if not failed."""
     row = await connection.fetchrow(
         _SQL.replay, tenant_id, job_id, generation, timedelta(seconds=delay_seconds)
     )
-    if row is not None:
-        ticket = Ticket(
-            row["queue"], tenant_id, job_id, row["priority"], row["turn"], delay_seconds
-        )
+    if row is not None and delay_seconds <= 0:
+        ticket = Ticket(row["queue"], tenant_id, job_id, row["priority"], row["turn"])
         await queue.publish(connection, [ticket])
     return row is not None
 
@@ -600,10 +623,13 @@ async def list_newest(
     created_before: datetime | None = None,
 ) -> list[db.Row]:
     """Newest first, below the cursor `before`; a filter that is None does not restrict."""
+    first, last = ids.span(created_after, created_before)
+    if before is not None:
+        last = min(last, UUID(int=before.int - 1))
     return await connection.fetch(
         _SQL.list,
         tenant_id,
-        before,
+        last,
         states,
         kind,
         queue_name,
@@ -611,6 +637,7 @@ async def list_newest(
         created_after,
         created_before,
         limit,
+        first,
     )
 
 

@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 from typing import Any, Final
 from uuid import UUID
 
-from mediamill import db, jobs, queue
+from mediamill import db, ids, jobs, queue
 from mediamill.failures import LeaseLost
 from mediamill.jobs import Birth, Claim
 
@@ -312,10 +312,13 @@ async def list_newest(
     created_before: datetime | None = None,
 ) -> list[db.Row]:
     """Newest first, below the cursor `before`; a filter that is None does not restrict."""
+    first, last = ids.span(created_after, created_before)
+    if before is not None:
+        last = min(last, UUID(int=before.int - 1))
     return await connection.fetch(
         _SQL.list,
         tenant_id,
-        before,
+        last,
         states,
         kind,
         recipe,
@@ -323,6 +326,7 @@ async def list_newest(
         created_after,
         created_before,
         limit,
+        first,
     )
 
 

@@ -151,6 +151,8 @@ class MediaInfo:
     """From the beginning of the container to the end of the last frame, once that was looked up."""
     key_frames: tuple[float, ...] = ()
     """Seconds from the beginning at which decoding can begin, where the container has no index."""
+    sound_after_picture: float | None = None
+    """Seconds by which the sound ends later than the picture, once that was looked up."""
 
     @property
     def has_index(self) -> bool:
@@ -366,6 +368,56 @@ def key_frame_args(video: VideoStream) -> tuple[str, ...]:
         *("-select_streams", str(video.index), "-show_entries", "packet=pts_time,flags"),
         *("-of", "csv=p=0", "-i", "fd:"),
     )
+
+
+_TAIL_SECONDS: Final = 5.0
+
+
+def tail_args(info: MediaInfo) -> tuple[str, ...]:
+    """ffprobe on the last seconds: stream, time and length of every packet."""
+    at = info.start_seconds + max((info.duration_seconds or 0.0) - _TAIL_SECONDS, 0.0)
+    return (
+        *("-hide_banner", "-loglevel", "error", *INPUT_GUARD),
+        *(("-read_intervals", f"{at:.3f}%") if info.duration_seconds else ()),
+        *("-show_entries", "packet=stream_index,pts_time,duration_time", "-of", "csv=p=0"),
+        *("-i", "fd:"),
+    )
+
+
+class Tail:
+    """When picture and sound end, from what ffprobe says of their last packets, line by line."""
+
+    def __init__(self, info: MediaInfo) -> None:
+        self._ends: dict[int, float] = {}
+        self._picture = info.video.index if info.video else -1
+        self._sound = info.audio.index if info.audio else -1
+
+    def line(self, line: str) -> None:
+        index, _, rest = line.partition(",")
+        begin, _, length = rest.partition(",")
+        end = _number(begin)
+        stays = _number(length.rstrip(","))
+        if not index.isdigit() or end is None or stays is None:
+            return
+        end += stays
+        self._ends[int(index)] = max(self._ends.get(int(index), end), end)
+
+    @property
+    def picture(self) -> float | None:
+        """Seconds on the clock of the file; None where there is none, or it ended long before."""
+        return self._ends.get(self._picture)
+
+    @property
+    def sound(self) -> float | None:
+        """As `picture`, of the sound that plays by default."""
+        return self._ends.get(self._sound)
+
+    @property
+    def sound_after_picture(self) -> float | None:
+        """By how much the sound ends later; None where that is not known."""
+        if self.sound is None or self.picture is None:
+            return None
+        return round(self.sound - self.picture, 6)
 
 
 class Scan:

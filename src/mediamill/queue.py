@@ -11,7 +11,6 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Final
 from uuid import UUID
 
@@ -61,14 +60,20 @@ _BAND: Final = 100_000_000
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Says that a job may be claimable. `delay_seconds` holds it back."""
+    """Says that a job may be claimable. It lies in the open lane of its queue, where every worker
+    of the queue finds it, or in a `lane` of its own sort, where it is in nobody's way."""
 
     queue: str
     tenant_id: str
     job_id: UUID
     priority: int = 0
     turn: int = 0
-    delay_seconds: float = 0.0
+    lane: str = ""
+
+    @property
+    def entrypoint(self) -> str:
+        """What the engine calls it."""
+        return entrypoint(self.queue, self.lane)
 
     @property
     def rank(self) -> int:
@@ -78,6 +83,11 @@ class Ticket:
     @property
     def payload(self) -> bytes:
         return payload(self.tenant_id, self.job_id)
+
+
+def entrypoint(queue: str, lane: str) -> str:
+    """The engine's name for a lane of a queue; "" is the open one."""
+    return f"{queue}/{lane}" if lane else queue
 
 
 def payload(tenant_id: str, job_id: UUID) -> bytes:
@@ -107,38 +117,58 @@ async def publish(connection: db.Connection, tickets: Sequence[Ticket]) -> None:
     """Hand over tickets inside the caller's transaction; listening workers wake at its commit."""
     if not tickets:
         return
-    delays = [timedelta(seconds=t.delay_seconds) if t.delay_seconds > 0 else None for t in tickets]
     await _engine(connection).enqueue(
-        [t.queue for t in tickets],
-        [t.payload for t in tickets],
-        [t.rank for t in tickets],
-        delays,
+        [t.entrypoint for t in tickets], [t.payload for t in tickets], [t.rank for t in tickets]
     )
 
 
+async def used_lanes(
+    connection: db.Connection, queues: Iterable[str], lanes: Iterable[str]
+) -> list[tuple[str, str]]:
+    """Those of the lanes, of these queues, in which tickets lie, as (queue, lane)."""
+    pairs = [(name, lane) for name in queues for lane in lanes]
+    rows = await connection.fetch(
+        fill(_SQL.used_lanes), [p[0] for p in pairs], [p[1] for p in pairs]
+    )
+    return [(row["queue"], row["lane"]) for row in rows]
+
+
 async def take(
-    connection: db.Connection, queues: Iterable[str], *, most: int | Mapping[str, int]
+    connection: db.Connection,
+    queues: Iterable[str],
+    *,
+    most: int | Mapping[str, int],
+    lanes: Mapping[tuple[str, str], int] | None = None,
 ) -> list[Ticket]:
-    """Take up to `most` due tickets of each of these queues, best first, inside the caller's
-    transaction.
+    """Take up to `most` tickets of each of these queues, best first, inside the caller's
+    transaction: of the open lane, and of each (queue, lane) in `lanes` up to its number.
 
     They are gone when it commits and back when it rolls back or the process dies.
     """
-    names = list(queues)
-    room = [most if isinstance(most, int) else most[name] for name in names]
-    rows = await connection.fetch(fill(_SQL.take), names, room)
+    room = {name: most if isinstance(most, int) else most[name] for name in queues}
+    places = {(name, ""): n for name, n in room.items()}
+    places |= {place: n for place, n in (lanes or {}).items() if place[0] in room}
+    rows = await connection.fetch(
+        fill(_SQL.take),
+        [name for name, _ in places],
+        [entrypoint(*place) for place in places],
+        [min(n, room[name]) for (name, _), n in places.items()],
+        list(room),
+        list(room.values()),
+    )
     rows.sort(key=lambda row: (-row["priority"], row["id"]))
     tickets = []
     for row in rows:
+        name, _, lane = row["entrypoint"].partition("/")
         tenant_id, _, job_id = (row["payload"] or b"").decode().rpartition("/")
         with suppress(ValueError):  # not one of ours: dropped with its row
-            tickets.append(Ticket(row["queue"], tenant_id, UUID(job_id)))
+            tickets.append(Ticket(name, tenant_id, UUID(job_id), lane=lane))
     return tickets
 
 
 async def waiting(connection: db.Connection) -> dict[str, int]:
-    """How many tickets wait, by queue."""
-    return {r["queue"]: r["tickets"] for r in await connection.fetch(fill(_SQL.waiting))}
+    """How many tickets wait, by queue and, where it is not the open one, lane: `queue/lane`."""
+    return {r["entrypoint"]: r["tickets"] for r in await connection.fetch(fill(_SQL.waiting))}
 
 
 class Bell:

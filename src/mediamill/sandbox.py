@@ -44,6 +44,8 @@ class Limits:
     open_files: int = 256
     wall_seconds: float = 60.0
     threads: int = 1024
+    processes: int = 32
+    """Of a tool without a filter of system calls; with one it can start none."""
     scratch_bytes: int | None = None
     """All files together; eight of the largest size unless it is said."""
     scratch_files: int = 100_000

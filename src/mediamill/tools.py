@@ -251,6 +251,7 @@ class StopReason(StrEnum):
     OUTPUT = "output"
     MEMORY = "memory"
     THREADS = "threads"
+    PROCESSES = "processes"
     SCRATCH = "scratch"
 
 
@@ -269,6 +270,8 @@ class Finished:
     cpu_seconds: float
     max_rss_bytes: int
     stopped_for: StopReason | None = None
+    limit: dict[str, Any] | None = None
+    """What was allowed and what was seen, of the limit that it was stopped for."""
 
 
 async def run(
@@ -487,6 +490,7 @@ class _Watch:
         self._sampled_cpu = 0.0
         self._scratch_at = 0.0
         self._delivering = False
+        self._limit: dict[str, Any] | None = None
         self._error: BaseException | None = None
 
     def start(self) -> None:
@@ -545,6 +549,7 @@ class _Watch:
             cpu_seconds=cpu_seconds,
             max_rss_bytes=self._peak(used.ru_maxrss, own_peak),
             stopped_for=self._reason(returncode),
+            limit=self._limit,
         )
 
     def _start(self) -> subprocess.Popen[bytes] | None:
@@ -627,7 +632,8 @@ class _Watch:
                 now = time.monotonic()
                 if ended is None:
                     if now >= wall_ends:
-                        self.group.kill(StopReason.TIME)
+                        wall = self._jail.limits.wall_seconds
+                        self._exceed(StopReason.TIME, "time", wall, now - started, "s")
                     self._look_for_stall(now)
                     self._sample(process.pid)
                     self._look_at_scratch(now)
@@ -673,8 +679,8 @@ class _Watch:
             self._progress_at = time.monotonic()
         most = _LONGEST_LINE if self._on_line else self._output_bytes
         if len(self._stdout) > most:
+            self._exceed(StopReason.OUTPUT, "printed", most, len(self._stdout), "bytes")
             del self._stdout[most:]
-            self.group.kill(StopReason.OUTPUT)
         return True
 
     def _deliver(self, *, final: bool) -> None:
@@ -692,12 +698,25 @@ class _Watch:
         except RuntimeError:  # the loop is closed
             self.group.kill(StopReason.CANCELED)
 
+    def _exceed(
+        self, reason: StopReason, name: str, allowed: float, seen: float, unit: str
+    ) -> None:
+        if self.group.stopped_for is None:
+            self._limit = _limit(name, allowed, seen, unit)
+        self.group.kill(reason)
+
     def _look_for_stall(self, now: float) -> None:
-        if self._stall_seconds is not None and now - self._progress_at > self._stall_seconds:
-            self.group.kill(StopReason.STALLED)
+        still, most = now - self._progress_at, self._stall_seconds
+        if most is not None and still > most:
+            self._exceed(StopReason.STALLED, "time without progress", most, still, "s")
 
     def _sample(self, pid: int) -> None:
-        """Hold what RLIMIT_DATA does not count: threads, shared memory, and the tables of pages."""
+        """Hold what RLIMIT_DATA does not count: threads, processes, shared memory, and the tables
+        of pages."""
+        limits = self._jail.limits
+        count = _count_below(pid, limits.processes)
+        if count > limits.processes:
+            self._exceed(StopReason.PROCESSES, "processes", limits.processes, count, "processes")
         if self._sandbox.bwrap is not None or self._sandbox.portable:
             pid = _last_of_line(pid)
         try:
@@ -711,10 +730,11 @@ class _Watch:
         values = dict(_STATUS.findall(text))
         self._sampled_rss = max(self._sampled_rss, int(values.get(b"VmHWM", 0)) << 10)
         held = sum(int(values.get(name, 0)) for name in (b"RssAnon", b"RssShmem", b"VmPTE")) << 10
-        if held > self._jail.limits.memory_bytes:
-            self.group.kill(StopReason.MEMORY)
-        if int(values.get(b"Threads", 0)) > self._jail.limits.threads:
-            self.group.kill(StopReason.THREADS)
+        if held > limits.memory_bytes:
+            self._exceed(StopReason.MEMORY, "memory", limits.memory_bytes, held, "bytes")
+        threads = int(values.get(b"Threads", 0))
+        if threads > limits.threads:
+            self._exceed(StopReason.THREADS, "threads", limits.threads, threads, "threads")
 
     def _look_at_scratch(self, now: float) -> None:
         """The kernel limits each file; many files, or very many, are noticed here."""
@@ -726,9 +746,14 @@ class _Watch:
         for folder in self._jail.write:
             for used in _used(folder):
                 size, count = size + used, count + 1
-                if size > most or count > limits.scratch_files:
-                    self.group.kill(StopReason.SCRATCH)
-                    return
+                if size > most:
+                    self._exceed(StopReason.SCRATCH, "output", most, size, "bytes")
+                elif count > limits.scratch_files:
+                    most_files = limits.scratch_files
+                    self._exceed(StopReason.SCRATCH, "output", most_files, count, "files")
+                else:
+                    continue
+                return
         # A folder of thousands of segments takes a while to look through: one part in twenty.
         self._scratch_at = now + max(1.0, 20 * (time.monotonic() - now))
 
@@ -787,6 +812,19 @@ def _last_of_line(pid: int) -> int:
         while children := Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
             pid = int(children[-1])
     return pid
+
+
+def _count_below(pid: int, most: int) -> int:
+    """The processes below a process, the launchers among them; no more than just above `most`."""
+    count = 0
+    waiting = [pid]
+    while waiting and count <= most:
+        with suppress(OSError):
+            parent = waiting.pop()
+            children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+            count += len(children)
+            waiting += map(int, children)
+    return count
 
 
 def _told_by_bubblewrap(returncode: int) -> int:
@@ -1028,18 +1066,24 @@ def classify(finished: Finished, *, tool: Tool, limits: Limits) -> Failure | Non
             return Failure(
                 Code.TIME_LIMIT,
                 f"It was stopped after {limits.wall_seconds:.0f} s.",
-                limit=_limit("time", limits.wall_seconds, finished.wall_seconds, "s"),
+                limit=finished.limit,
             )
         case StopReason.STALLED:
-            return Failure(Code.TIME_LIMIT, "It was stopped because it made no more progress.")
+            return Failure(
+                Code.TIME_LIMIT,
+                "It was stopped because it made no more progress.",
+                limit=finished.limit,
+            )
         case StopReason.CANCELED:
             return Failure(Code.CANCELED)
         case StopReason.OUTPUT | StopReason.SCRATCH:
-            return Failure(Code.OUTPUT_LIMIT)
+            return Failure(Code.OUTPUT_LIMIT, limit=finished.limit)
         case StopReason.MEMORY:
-            return Failure(Code.MEMORY_LIMIT, limit=_memory(finished, limits))
-        case StopReason.THREADS:
-            return Failure(Code.TOOL_FAILED, "A step started too many threads.")
+            return Failure(Code.MEMORY_LIMIT, limit=finished.limit)
+        case StopReason.THREADS | StopReason.PROCESSES as reason:
+            return Failure(
+                Code.RESOURCE_LIMIT, f"A step started too many {reason}.", limit=finished.limit
+            )
         case None:
             pass
     if finished.returncode == 0:
@@ -1049,7 +1093,7 @@ def classify(finished: Finished, *, tool: Tool, limits: Limits) -> Failure | Non
         _launcher_failure(finished)
         or _cpu_failure(finished, tool, limits)
         or _signal_failure(finished, said, limits)
-        or _said_failure(said, tool)
+        or _said_failure(finished, said, tool, limits)
         or _silent_failure(finished, tool, limits)
     )
 
@@ -1060,6 +1104,11 @@ def _limit(name: str, allowed: float, seen: float, unit: str) -> dict[str, Any]:
 
 def _memory(finished: Finished, limits: Limits) -> dict[str, Any]:
     return _limit("memory", limits.memory_bytes, finished.max_rss_bytes, "bytes")
+
+
+def _file(limits: Limits) -> dict[str, Any]:
+    """The kernel stops a file at its limit: more was never there to be seen."""
+    return _limit("output", limits.file_bytes, limits.file_bytes, "bytes")
 
 
 def _launcher_failure(finished: Finished) -> Failure | None:
@@ -1104,31 +1153,36 @@ def _signal_failure(finished: Finished, said: str, limits: Limits) -> Failure | 
     if number <= 0:
         return None
     if number == signal.SIGXFSZ:
-        return Failure(Code.OUTPUT_LIMIT)
+        return Failure(Code.OUTPUT_LIMIT, limit=_file(limits))
     if number == signal.SIGKILL:  # not by us and not for its time: the kernel, for memory
-        return Failure(Code.MEMORY_LIMIT)
+        return Failure(Code.MEMORY_LIMIT, limit=_memory(finished, limits))
     if number == signal.SIGSYS:
         log.error("a jailed tool made a system call of another architecture")
         return Failure(Code.TOOL_FAILED, "The decoder was stopped for a forbidden act.")
     if number in _CRASHES:
         memory = next(sign for sign in SIGNS if sign.code is Code.MEMORY_LIMIT)
         if re.search(memory.pattern, said, re.MULTILINE) or _near_memory(finished, limits):
-            return Failure(Code.MEMORY_LIMIT)
+            return Failure(Code.MEMORY_LIMIT, limit=_memory(finished, limits))
         return Failure(Code.TOOL_FAILED, "The decoder crashed on this file.")
     log.warning("a media tool was stopped from outside", signal=number)
     return Failure(Code.INTERNAL, "A media tool was stopped from outside.")
 
 
-def _said_failure(said: str, tool: Tool) -> Failure | None:
+def _said_failure(finished: Finished, said: str, tool: Tool, limits: Limits) -> Failure | None:
     for sign in SIGNS:
         if tool in sign.tools and re.search(sign.pattern, said, re.MULTILINE):
-            return Failure(sign.code, sign.detail)
+            limit = None
+            if sign.code is Code.OUTPUT_LIMIT:
+                limit = _file(limits)
+            elif sign.code is Code.MEMORY_LIMIT:
+                limit = _memory(finished, limits)
+            return Failure(sign.code, sign.detail, limit=limit)
     return None
 
 
 def _silent_failure(finished: Finished, tool: Tool, limits: Limits) -> Failure:
     if _near_memory(finished, limits):
-        return Failure(Code.MEMORY_LIMIT)
+        return Failure(Code.MEMORY_LIMIT, limit=_memory(finished, limits))
     if tool == "ffmpeg" and finished.returncode in _CODES_OF_FFMPEG:
         code, detail = _CODES_OF_FFMPEG[finished.returncode]
         return Failure(code, detail)

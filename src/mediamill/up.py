@@ -22,7 +22,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Final
 
-from mediamill import __version__, db, embedded, installation, keys, observability, processes
+from mediamill import (
+    __version__,
+    db,
+    embedded,
+    installation,
+    keys,
+    observability,
+    processes,
+    sealing,
+)
 from mediamill.config import Settings
 
 _READY_SECONDS: Final = 60.0
@@ -143,6 +152,8 @@ def platform(
         else:
             dsn = settings.database_url
         database_seconds = time.perf_counter() - began
+        if settings.secrets_key is None and not settings.secrets_key_file.exists():
+            _write_private(settings.secrets_key_file, f"{sealing.new_key()}\n")
         api_key = asyncio.run(_prepare(settings, dsn))
         commands = (["api"], ["worker", *(["--app", app] if app else [])])
         services = [_service(settings, dsn, command) for command in commands]

@@ -30,6 +30,7 @@ from mediamill import db, events, failpoints, ids
 from mediamill.config import Settings
 from mediamill.egress import Caps, Egress, Policy, Timings, Unreachable
 from mediamill.failures import Code, Failure, Refused
+from mediamill.sealing import CannotOpen, Vault
 from mediamill.states import DeliveryState, EndpointState
 
 log = structlog.get_logger()
@@ -149,6 +150,7 @@ async def add(
     origin: str,
     secret: bytes | None = None,
     most: int,
+    vault: Vault,
 ) -> tuple[db.Row, bytes]:
     """Register an endpoint of a checked origin; the row and its secret. Raises Refused when there
     are `most` already."""
@@ -158,11 +160,11 @@ async def add(
             f"At most {most} endpoints.",
             limit={"name": "endpoints", "allowed": most, "seen": most + 1, "unit": "endpoints"},
         )
-    value = secret or new_secret(wanted.signing)
+    value, endpoint_id = secret or new_secret(wanted.signing), ids.new()
     row = await connection.fetchrow(
         _SQL.add_endpoint,
         tenant_id,
-        ids.new(),
+        endpoint_id,
         wanted.url,
         origin,
         wanted.description,
@@ -170,7 +172,7 @@ async def add(
         wanted.payload,
         wanted.payload_version,
         wanted.signing,
-        value,
+        vault.seal(value, about=endpoint_id.bytes),
     )
     assert row is not None
     return row, value
@@ -257,17 +259,22 @@ async def rotate(
     *,
     overlap_seconds: float,
     secret: bytes | None = None,
+    vault: Vault,
 ) -> bytes:
     """A new secret; the old ones sign beside it for the overlap."""
     value = secret or new_secret(row["signing"])
     await connection.execute(
-        _SQL.rotate, row["tenant_id"], row["id"], value, timedelta(seconds=overlap_seconds)
+        _SQL.rotate,
+        row["tenant_id"],
+        row["id"],
+        vault.seal(value, about=row["id"].bytes),
+        timedelta(seconds=overlap_seconds),
     )
     return value
 
 
 async def secrets_of(connection: db.Connection, row: db.Row) -> list[db.Row]:
-    """The secrets that sign now, the newest first."""
+    """The secrets that sign now, the newest first, as they are kept."""
     return await connection.fetch(_SQL.secrets, row["tenant_id"], row["id"])
 
 
@@ -350,6 +357,7 @@ class Parcel:
     url: str
     signing: Signing
     secrets: tuple[bytes, ...]
+    """As they are kept."""
     body: bytes
 
 
@@ -428,6 +436,7 @@ class Courier:
             first_byte_seconds=min(10.0, settings.webhook_timeout_seconds),
         )
         self._lease = 2 * settings.webhook_timeout_seconds
+        self._vault = Vault.of(settings)
 
     async def run(self) -> None:
         """Deliver until canceled; what is on its way then is canceled too and sent again by
@@ -548,11 +557,19 @@ class Courier:
     async def _send(self, parcel: Parcel) -> Outcome:
         begun = asyncio.get_running_loop().time()
         timings = Timings()
+        try:
+            signing_keys = [
+                self._vault.open(kept, about=parcel.endpoint_id.bytes) for kept in parcel.secrets
+            ]
+        except CannotOpen as error:
+            # Its turn comes again: another process may have the key, or this one at its next start.
+            log.error("webhook_secret_sealed", endpoint=str(parcel.endpoint_id), reason=str(error))
+            return Outcome(duration_ms=0.0, timings={}, failure=f"internal: secret {error}")
         headers = {
             "content-type": "application/json",
             **sign(
                 parcel.signing,
-                parcel.secrets,
+                signing_keys,
                 message_id=ids.encode(ids.EVENT, parcel.event_id),
                 timestamp=int(time.time()),
                 body=parcel.body,

@@ -61,6 +61,7 @@ class Worker:
         )
         self._controls: dict[str, Control] = {}
         self._capped_kinds: dict[str, int] = {}
+        self._used_lanes: list[tuple[str, str]] = []
         self._stop = asyncio.Event()
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -139,7 +140,8 @@ class Worker:
             room = await self._room(connection, free)
             if not room:
                 return [], claimed_at, False
-            taken = await queue.take(connection, room, most=room)
+            lanes = await self._lanes(connection, room)
+            taken = await queue.take(connection, room, most=room, lanes=lanes)
             if not taken:
                 return [], claimed_at, False
             tickets = await self._within_caps(connection, taken)
@@ -156,6 +158,22 @@ class Worker:
         # not.
         return claims, claimed_at, len(claims) < len(taken)
 
+    async def _lanes(
+        self, connection: db.Connection, room: Mapping[str, int]
+    ) -> dict[tuple[str, str], int]:
+        """How many tickets to take from the lanes beside the open ones: as many as their kinds may
+        still run."""
+        lanes = {place: room[place[0]] for place in self._used_lanes if place[0] in room}
+        kind_of = {jobs.lane(*sort): sort[0] for sort in self._kinds}
+        capped = sorted({kind_of[lane] for _, lane in lanes} & self._capped_kinds.keys())
+        if capped:
+            left = {kind: self._capped_kinds[kind] for kind in capped}
+            for row in await jobs.running(connection, [], capped):
+                left[row["kind"]] -= row["jobs"]
+            for (name, lane), most in lanes.items():
+                lanes[name, lane] = min(most, left.get(kind_of[lane], most))
+        return {place: most for place, most in lanes.items() if most > 0}
+
     async def _room(self, connection: db.Connection, free: Mapping[str, int]) -> dict[str, int]:
         """The free slots, less what is paused or capped over the whole fleet."""
         room = {q: n for q, n in free.items() if not self._control(q).paused}
@@ -168,7 +186,7 @@ class Worker:
         return {q: n for q, n in room.items() if n > 0}
 
     async def _within_caps(self, connection: db.Connection, tickets: list[Ticket]) -> list[Ticket]:
-        """The tickets without those whose kind runs often enough; these are put back."""
+        """The tickets without those whose kind runs often enough; these are set aside."""
         capped = self._capped_kinds
         if not capped:
             return tickets
@@ -188,19 +206,24 @@ class Worker:
                 kept.append(ticket)
                 if kind in left:
                     left[kind] -= 1
-        await jobs.put_back(connection, too_many, delay_seconds=0.5)
+        if too_many:
+            await jobs.set_aside(connection, too_many)
         return kept
 
     def _control(self, name: str) -> Control:
         return self._controls.get(name, Control())
 
     async def _follow_controls(self) -> None:
-        """Know within a second what an operator set."""
+        """Know within a second what an operator set, which jobs need not hold back any more, and
+        where tickets lie aside that this worker could claim."""
+        own = [jobs.lane(kind, version) for kind, version in self._kinds]
         while True:
             with suppress(*_PASSING):
-                async with db.acquire(self._means.pool) as connection:
+                async with db.transaction(self._means.pool) as connection:
                     before = self._controls
                     self._controls, self._capped_kinds = await controls.limits(connection)
+                    await jobs.line_up(connection, list(self._slots))
+                    self._used_lanes = await queue.used_lanes(connection, self._slots, own)
                     if await installation.drain_requested(connection, self._name):
                         log.info("drain_requested")
                         self._stop.set()

@@ -13,6 +13,7 @@ from tests.api.conftest import Api
 
 from mediamill import db, ids, webhooks
 from mediamill.api.media import FILTERS, MediaBody, NewMedia, Process
+from mediamill.sealing import Vault
 
 pytestmark = pytest.mark.anyio
 
@@ -157,7 +158,9 @@ async def test_every_response_of_success_is_the_one_that_is_given(api: Api) -> N
     ready = await api.ready()
     async with db.transaction(api.pool) as connection:
         wanted = webhooks.Wanted("http://127.0.0.1:9/")
-        row, _ = await webhooks.add(connection, api.tenant, wanted, origin="-", most=10)
+        row, _ = await webhooks.add(
+            connection, api.tenant, wanted, origin="-", most=10, vault=Vault()
+        )
         delivery_id = await webhooks.test(connection, row)
     opened = await api.client.post("/v1/uploads/multipart", json={"size": 5})
     known = {

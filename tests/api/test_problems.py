@@ -15,6 +15,7 @@ from tests.api.conftest import Api, Body, check_problem, make_api
 from mediamill import db, ids, keys, webhooks
 from mediamill.failures import Code
 from mediamill.keys import Keychain
+from mediamill.sealing import Vault
 
 pytestmark = pytest.mark.anyio
 
@@ -215,7 +216,9 @@ async def endpoint(api: Api) -> tuple[str, str]:
     """A webhook endpoint of the tenant, and a delivery for it."""
     async with db.transaction(api.pool) as connection:
         wanted = webhooks.Wanted("http://127.0.0.1:9/")
-        row, _ = await webhooks.add(connection, api.tenant, wanted, origin="-", most=10)
+        row, _ = await webhooks.add(
+            connection, api.tenant, wanted, origin="-", most=10, vault=Vault()
+        )
         delivery_id = await webhooks.test(connection, row)
     return ids.encode(ids.ENDPOINT, row["id"]), ids.encode(ids.DELIVERY, delivery_id)
 
@@ -241,6 +244,7 @@ async def test_other_tenants_ids_answer_404_on_every_route(
             ):
                 upload_id = media_id.replace("med_", "upl_")
                 path = template.format(
+                    language="en",
                     upload_id=upload_id,
                     media_id=media_id,
                     job_id=job_id,
@@ -297,6 +301,7 @@ async def test_every_route_wants_a_key(api: Api) -> None:
     async with api.stranger() as stranger:
         for method, template in await operations(api):
             path = template.format(
+                language="en",
                 media_id=ids.encode("med", ids.new()),
                 job_id=ids.encode("job", ids.new()),
                 name="x",
@@ -349,6 +354,9 @@ SCOPES = {
     ("GET", "/v1/media/{media_id}/timeline"): "media:read",
     ("POST", "/v1/media/{media_id}/process"): "media:write",
     ("GET", "/v1/media/{media_id}/variants/{name}"): "media:read",
+    ("GET", "/v1/media/{media_id}/subtitles"): "media:read",
+    ("PUT", "/v1/media/{media_id}/subtitles/{language}"): "uploads:write",
+    ("DELETE", "/v1/media/{media_id}/subtitles/{language}"): "uploads:write",
     ("GET", "/v1/recipes"): "media:read",
     ("POST", "/v1/recipes/validate"): "media:read",
     ("GET", "/v1/recipes/{name}"): "media:read",
@@ -396,6 +404,7 @@ async def test_every_route_wants_its_scope(api: Api) -> None:
         others = [s for s in keys.SCOPES if s != scope and (s != "admin" or scope == "operate")]
         async with api.stranger(await api.new_key(api.tenant, *others)) as client:
             path = operation[1].format(
+                language="en",
                 media_id=ready["id"],
                 job_id=ready["job"]["id"],
                 name="w8.webp",

@@ -11,6 +11,7 @@ from tests.api.conftest import serving
 from tests.sink import LOCAL
 
 from mediamill import db, ids, webhooks
+from mediamill.sealing import Vault
 
 pytestmark = [pytest.mark.anyio, pytest.mark.extra, pytest.mark.timeout(600)]
 
@@ -31,7 +32,9 @@ async def test_generated_requests_find_nothing(
         body = await api.queued()
         async with db.transaction(api.pool) as connection:
             wanted = webhooks.Wanted("http://127.0.0.1:9/")
-            row, _ = await webhooks.add(connection, api.tenant, wanted, origin="-", most=10)
+            row, _ = await webhooks.add(
+                connection, api.tenant, wanted, origin="-", most=10, vault=Vault()
+            )
             delivery_id = await webhooks.test(connection, row)
         key = await api.new_key(api.tenant, "admin", "operate")
         config = tmp_path / "schemathesis.toml"

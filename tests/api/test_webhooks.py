@@ -16,7 +16,7 @@ from tests import rows
 from tests.api.conftest import Api, Body, check_problem, make_api
 from tests.sink import LOCAL, answering, listening
 
-from mediamill import db, ids
+from mediamill import db, ids, sealing
 from mediamill.webhooks import Courier
 
 pytestmark = pytest.mark.anyio
@@ -53,6 +53,35 @@ async def made(client: httpx.AsyncClient, url: str, **more: Any) -> Body:
     assert answer.headers["location"] == body["links"]["self"]
     assert answer.headers["cache-control"] == "no-store"
     return body
+
+
+async def test_a_secret_is_kept_nowhere_in_plain_and_told_again_to_the_same_request(
+    shared_database: str, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"egress_allow_networks": LOCAL, "secrets_key": sealing.new_key()}
+    async with make_api(shared_database, tmp_path, **options) as api:
+        given = {"url": "http://127.0.0.1:9/in"}
+        headers = {"Idempotency-Key": "once"}
+        first = await api.client.post(PATH, json=given, headers=headers)
+        again = await api.client.post(PATH, json=given, headers=headers)
+        assert again.headers["idempotent-replayed"] == "true"
+        secrets = [first.json()["secret"]]
+        assert again.json() == first.json()
+        path = f"{first.json()['links']['self']}/rotate-secret"
+        rotated = await api.client.post(path, json={}, headers={"Idempotency-Key": "turn"})
+        again = await api.client.post(path, json={}, headers={"Idempotency-Key": "turn"})
+        assert again.json()["secret"] == rotated.json()["secret"] != secrets[0]
+        secrets.append(rotated.json()["secret"])
+        for secret in secrets:
+            raw = base64.b64decode(secret.removeprefix("whsec_"))
+            for table in ("endpoint_secrets", "idempotency"):
+                async with db.acquire(api.pool) as connection:
+                    kept = await connection.fetch(f"SELECT t::text AS row FROM {table} AS t")
+                assert kept
+                for row in kept:
+                    assert secret not in row["row"]
+                    assert raw.hex() not in row["row"]
+                    assert base64.b64encode(secret.encode()).decode() not in row["row"]
 
 
 async def test_an_endpoint_is_made_read_changed_and_deleted(client: httpx.AsyncClient) -> None:

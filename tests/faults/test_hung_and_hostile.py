@@ -155,6 +155,10 @@ STUBS = {
     "forks and leaves": """
         for (int n = 0; n < 5; n++) if (fork() == 0) { setsid(); for (;;) sleep(1); }
         return 1;""",
+    "forks without end": """
+        for (int n = 0; n < 300; n++) if (fork() == 0) { sleep(30); _exit(0); }
+        sleep(60);
+        return 1;""",
     "lies about its progress": """
         for (int n = 0; n < 40; n++) printf("out_time_us=%d\\nprogress=continue\\n",
                                             n * 7919000 % 4000000);
@@ -192,6 +196,11 @@ def test_an_encoder_that_misbehaves_is_ended_with_all_it_started(
     assert job["attempt"] <= 2
     if how.startswith("hangs"):
         assert job["error"]["code"] == "time_limit"
+    if how == "forks without end":
+        # Where the filter of system calls forbids even the first fork, it just hangs.
+        assert job["error"]["code"] in ("resource_limit", "time_limit")
+        assert job["error"]["limit"]["name"] in ("processes", "time")
+        assert job["error"]["limit"]["seen"] >= job["error"]["limit"]["allowed"]
     until(lambda: not stray(stub.name), seconds=10, why="it left processes")
     lab.check()
     assert worker.alive

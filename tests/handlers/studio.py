@@ -21,6 +21,7 @@ from mediamill.jobs import Claim
 from mediamill.media import Description, Original
 from mediamill.recipes import Recipe
 from mediamill.sandbox import Jail, Sandbox
+from mediamill.sidecars import Sidecar
 from mediamill.tools import Command, Finished, Toolbox
 
 CHILDREN = {"video.piece": pieces.handle, "video.sound": pieces.handle_sound}
@@ -44,6 +45,7 @@ class Desk:
     told: list[tuple[str, Any]] = field(default_factory=list)
     early: list[dict[str, bytes]] = field(default_factory=list)
     commands: list[Command] = field(default_factory=list)
+    beside: list[Sidecar] = field(default_factory=list)
 
     async def enter(self, stage: str) -> None:
         self.told.append(("stage", stage))
@@ -68,6 +70,9 @@ class Desk:
 
     async def children(self) -> list[Child]:
         return self.ended
+
+    async def sidecars(self) -> list[Sidecar]:
+        return self.beside
 
     async def slots(self, queue: str) -> int:
         return 2
@@ -154,10 +159,12 @@ class Studio:
         handler: handlers.Handler = video.handle,
         kind: str = "video",
         pieces: bool | None = None,
+        beside: Sequence[Sidecar] = (),
         **settings: Any,
     ) -> Result:
         """The whole of it, with what its children do, if it wants any."""
         desk = self.desk(source, {kind: [*wanted], "pieces": pieces}, **settings)
+        desk.beside = list(beside)
         outcome = await handler(desk)
         if isinstance(outcome, Wait):
             ended = [await self._child(desk, job.kind, job.payload) for job in outcome.children]

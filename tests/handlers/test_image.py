@@ -31,6 +31,7 @@ from mediamill.jobs import Claim
 from mediamill.media import Description, Original
 from mediamill.recipes import Recipe
 from mediamill.sandbox import Jail
+from mediamill.sidecars import Sidecar
 from mediamill.tools import Command, Finished
 
 pytestmark = pytest.mark.anyio
@@ -86,6 +87,9 @@ class Desk:
         raise AssertionError("a picture is published once")
 
     async def children(self) -> list[Child]:
+        return []
+
+    async def sidecars(self) -> list[Sidecar]:
         return []
 
     async def slots(self, queue: str) -> int:

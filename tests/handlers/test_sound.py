@@ -8,13 +8,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import m3u8
 import pytest
 from PIL import Image
 from tests.handlers.films import Films, ffmpeg, probe, stream
 from tests.handlers.studio import Result, Studio
 
-from mediamill.failures import Code
-from mediamill.handlers import Reroute, sound, video
+from mediamill.failures import Code, Failure
+from mediamill.handlers import Reroute, sound, streaming, video
 
 pytestmark = pytest.mark.anyio
 
@@ -184,3 +185,81 @@ async def test_sound_that_is_cut_or_no_sound_at_all_fails(studio: Studio, films:
     ):
         failure = await studio.failure(source, ALL, kind="audio", handler=video.handle_audio)
         assert failure.code in codes, (source, failure)
+
+
+def playlists(done: Result) -> m3u8.M3U8:
+    return m3u8.loads(done.files["hls/master.m3u8"].read_text())
+
+
+async def test_a_stream_of_sound_has_a_rung_for_each_rate_and_no_picture(
+    studio: Studio, films: Films
+) -> None:
+    source = films.make("talk.wav", picture=None, sound="anoisesrc=r=44100:a=0.3:d=11", seconds=11)
+    done = await handle(
+        studio,
+        source,
+        [{"type": "hls", "ladder": [96, 48], "segment_seconds": 4.0, "loudness": -20.0}],
+    )
+    master = playlists(done)
+    assert [p.uri for p in master.playlists] == ["audio-und-48.m3u8", "audio-und-96.m3u8"]
+    for playlist in master.playlists:
+        told = playlist.stream_info
+        assert (told.codecs, told.resolution, told.frame_rate) == ("mp4a.40.2", None, None)
+        path = done.files[f"hls/{playlist.uri.replace('.m3u8', '.mp4')}"]
+        segments = m3u8.loads(done.files[f"hls/{playlist.uri}"].read_text())
+        assert segments.is_endlist
+        assert len(segments.segments) == 3
+        sizes = [int(s.byterange.partition("@")[0]) for s in segments.segments]
+        rates = [z * 8 / s.duration for z, s in zip(sizes, segments.segments, strict=True)][:-1]
+        assert 0.999 * max(rates) <= told.bandwidth <= 1.6 * max(rates)
+        assert told.average_bandwidth <= told.bandwidth
+        # Segments hold whole packets.
+        ends, total = [], 0.0
+        for length in (s.duration for s in segments.segments):
+            total += length
+            ends.append(total)
+        frame = 1024 / 44100
+        assert total == pytest.approx(11.0, abs=2 * frame)
+        assert all(abs(end / frame - round(end / frame)) < 0.1 for end in ends[:-1])
+        assert [s["codec_name"] for s in probe(path)["streams"]] == ["aac"]
+        assert loudness(path) == pytest.approx(-20.0, abs=0.7)
+    media_types = {o.name: (o.content_type, o.width) for o in done.outputs.values()}
+    assert media_types["hls/audio-und-48.mp4"] == ("audio/mp4", None)
+    assert next(iter(media_types)) == "hls/master.m3u8"
+    assert "video" not in done.files["hls/manifest.mpd"].read_text()
+    assert done.info["outputs"]["hls"]["loudness"]["measured_lufs"] > -20
+
+
+async def test_each_language_is_a_rendition_of_each_rung(studio: Studio, films: Films) -> None:
+    source = films.folder / "languages.mka"
+    ffmpeg(
+        *("-f", "lavfi", "-i", "sine=f=300", "-f", "lavfi", "-i", "sine=f=900", "-t", "3"),
+        *("-map", "0", "-map", "1", "-c:a", "libopus", "-metadata:s:0", "language=eng"),
+        *("-metadata:s:1", "language=deu", "-disposition:1", "default", "-disposition:0", "0"),
+        source,
+    )
+    done = await handle(studio, source, [{"type": "hls", "ladder": [64, 96]}])
+    master = playlists(done)
+    assert [p.uri for p in master.playlists] == ["audio-deu-64.m3u8", "audio-deu-96.m3u8"]
+    for rate, playlist in zip((64, 96), master.playlists, strict=True):
+        group = [m for m in master.media if m.group_id == playlist.stream_info.audio]
+        assert {(m.language, m.default) for m in group} == {("en", "NO"), ("de", "YES")}
+        assert {m.uri for m in group} == {f"audio-{name}-{rate}.m3u8" for name in ("eng", "deu")}
+
+
+async def test_a_stream_of_cut_sound_is_never_published(
+    studio: Studio, films: Films, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = films.make("talk.flac", picture=None, seconds=6)
+    pack = streaming.pack
+
+    async def spoil(work: Any, *args: Any, **more: Any) -> None:
+        await pack(work, *args, **more)
+        listed = work.out / "hls" / "audio-und-64.m3u8"
+        listed.write_text(re.sub(r"#EXTINF:2", "#EXTINF:1", listed.read_text(), count=1))
+
+    monkeypatch.setattr(streaming, "pack", spoil)
+    with pytest.raises(Failure) as caught:
+        await handle(studio, source, [{"type": "hls", "ladder": [64], "segment_seconds": 2.0}])
+    assert caught.value.code is Code.OUTPUT_INVALID
+    assert "as long as they say" in str(caught.value)

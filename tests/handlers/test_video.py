@@ -26,8 +26,10 @@ from tests.handlers.films import (
 )
 from tests.handlers.studio import Result, Studio
 
+from mediamill import sidecars
 from mediamill.failures import Code
-from mediamill.handlers import Child, Reroute, Wait, video
+from mediamill.handlers import Child, Reroute, Wait, mp4, sound, video
+from mediamill.sidecars import Sidecar
 
 pytestmark = pytest.mark.anyio
 
@@ -161,10 +163,8 @@ async def test_an_h264_that_no_browser_plays_is_made_one_that_all_do(
     made = stream(done.files["video.mp4"], "video")
     assert (made["codec_name"], made["pix_fmt"]) == ("h264", "yuv420p")
     assert (made["color_space"], made["color_transfer"]) == ("bt709", "bt709")
-    assert done.info["outputs"]["video"] == {
-        "way": "encoded",
-        "reason": "its pixels are yuv444p",
-    }
+    shown = done.info["outputs"]["video"]
+    assert (shown["way"], shown["reason"]) == ("encoded", "its pixels are yuv444p")
 
 
 @pytest.mark.parametrize("flagged", [True, False])
@@ -924,3 +924,90 @@ async def test_an_output_that_shows_something_else_is_never_published(
     failure = await studio.failure(films.make("plain.mp4", more=("-c:a", "aac")), [HLS])
     assert failure.code is Code.OUTPUT_INVALID
     assert "does not look like the original" in (failure.problem.detail or "")
+
+
+async def test_a_last_segment_of_one_costly_frame_counts_for_what_it_is(
+    studio: Studio, films: Films
+) -> None:
+    """Its rate by itself is far above the rung's, and says nothing about how fast it loads."""
+    still = "color=gray:s=320x180:r=25:d=4"
+    noise = "color=gray:s=320x180:r=25:d=0.04,noise=alls=100:allf=t"
+    source = films.make("flash.mp4", picture=f"{still}[a];{noise}[b];[a][b]concat", seconds=4.04)
+    hls = {**HLS, "ladder": [{"short_side": 180, "max_video_kbps": 400}], "segment_seconds": 2.0}
+    done = await studio.handle(source, [hls])
+    rung = master(done).playlists[0].stream_info
+    last = media(done, "180p").segments[-1]
+    size = int(last.byterange.partition("@")[0])
+    assert (last.duration, size * 8 / last.duration > 2 * rung.bandwidth) == (0.04, True)
+
+
+async def test_subtitles_beside_a_film_become_webvtt_and_renditions(
+    studio: Studio, films: Films
+) -> None:
+    old = b"1\r\n00:00:01,000 --> 00:00:03,000\r\nIt\x92s a <b>caf\xe9</b>\r\n"
+    english = sidecars.read(old, language="en")
+    german = sidecars.read(b"WEBVTT\n\n00:01.000 --> 00:02.000\nEin Caf\xc3\xa9\n", language="de")
+    beside = [
+        Sidecar("de", "Deutsch", german.format, german.body),
+        Sidecar("en", None, english.format, english.body),
+        Sidecar("und", "Deutsch", "srt", "no cue at all"),
+    ]
+    source = films.folder / "spoken.mkv"
+    words = films.folder / "spoken.srt"
+    words.write_text("1\n00:00:00,500 --> 00:00:01,500\nIts own\n")
+    ffmpeg(
+        *("-v", "error", "-i", films.make("plain.mp4", more=("-c:a", "aac")), "-i", words),
+        *("-map", "0", "-map", "1", "-c", "copy", "-c:s", "srt"),
+        *("-metadata:s:s:0", "language=en", source),
+    )
+    done = await studio.handle(source, [HLS, {"type": "subtitles"}], beside=beside)
+    vtt = done.files["subtitles-en.vtt"].read_text("utf-8")
+    assert "It’s a <b>café</b>" in vtt
+    assert re.search(r"00:01\.000 --> (00:)?00:03\.000", vtt)
+    assert "Its own" in done.files["subtitles-en-2.vtt"].read_text("utf-8")
+    assert "Ein Café" in done.files["subtitles-de.vtt"].read_text("utf-8")
+    texts = {m.name: m.language for m in master(done).media if m.type == "SUBTITLES"}
+    assert texts == {"Deutsch": "de", "en": "en", "en 2": "en"}
+    assert done.info["warnings"] == ["The subtitles beside it (und) could not be read."]
+
+
+@pytest.mark.parametrize("wanted", [MP4, HLS, {**MP4, "name": "joined"}])
+async def test_sound_that_drifts_from_its_picture_is_never_published(
+    studio: Studio, films: Films, monkeypatch: pytest.MonkeyPatch, wanted: dict[str, Any]
+) -> None:
+    source = films.make("plain.mp4", more=("-c:a", "aac"))
+    shape = sound.shape
+
+    def slower(*args: Any, **more: Any) -> tuple[str, ...]:
+        name, chain, *rest = ("-af", "volume=1", *shape(*args, **more))
+        if rest[0] == "-af":
+            chain, rest = rest[1], rest[2:]
+        return (name, f"{chain},asetrate=48000*0.98,aresample=48000", *rest)
+
+    monkeypatch.setattr(sound, "shape", slower)
+    outputs = [wanted] if wanted["type"] == "hls" or "name" not in wanted else [HLS, wanted]
+    failure = await studio.failure(source, outputs)
+    assert failure.code is Code.OUTPUT_INVALID
+    assert "end 0.0" in failure.problem.detail
+    assert "in the source" in failure.problem.detail
+
+
+async def test_a_file_that_shows_something_else_is_never_published(
+    studio: Studio, films: Films, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = films.make("plain.mp4", more=("-c:a", "aac"))
+    plan = mp4.plan_encode
+
+    def spoiled(*args: Any, **more: Any) -> tuple[str, ...]:
+        return tuple(a.replace("setsar=1", "setsar=1,negate") for a in plan(*args, **more))
+
+    monkeypatch.setattr(mp4, "plan_encode", spoiled)
+    failure = await studio.failure(source, [MP4])
+    assert failure.code is Code.OUTPUT_INVALID
+    assert "does not look like the original" in failure.problem.detail
+
+
+async def test_a_file_tells_how_like_it_is(studio: Studio, films: Films) -> None:
+    source = films.make("sixty.mp4", picture="testsrc2=s=320x180:r=60", more=("-c:a", "aac"))
+    done = await studio.handle(source, [MP4])
+    assert done.info["outputs"]["video"]["likeness"] > 0.95

@@ -92,6 +92,11 @@ def _assert_timeline_tiles(platform: Platform, media_id: str) -> None:
     assert abs(timeline["total_seconds"] - (last - first).total_seconds()) < 1e-3
     assert all(s["seconds"] >= 0 for s in segments)
     assert timeline["sentence"].endswith("it is ready.")
+    told = {o["name"]: o["seconds"] for s in segments for o in s["outputs"]}
+    made = {v["name"] for v in platform.get(media_id)["variants"]}
+    assert told, "no output says how long it took"
+    assert told.keys() <= made
+    assert all(seconds > 0 for seconds in told.values())
 
 
 def test_a_video_shows_its_preview_and_its_progress_and_holds_up_no_image(

@@ -19,6 +19,8 @@ from tests.stories.clips import Clips
 from tests.stories.conftest import Make
 from tests.stories.test_streaming import LADDER, recipe
 
+from mediamill import tools
+
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
 
 PAGE = """<!doctype html><video id=v muted playsinline></video><script src=/hls.js></script><script>
@@ -88,20 +90,16 @@ def hls_js(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return (folder / "node_modules/hls.js/dist/hls.min.js").read_bytes()
 
 
-def test_a_browser_plays_a_film_to_its_end(
-    make_platform: Make, clips: Clips, tmp_path: Path, hls_js: bytes
-) -> None:
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
-    if chromium is None:
+@pytest.fixture
+def chromium() -> str:
+    found = shutil.which("chromium") or shutil.which("chromium-browser")
+    if found is None:
         pytest.skip("there is no Chromium on this machine")
-    recipes = tmp_path / "recipes"
-    recipe(recipes, "film", {"type": "hls", "ladder": LADDER, "segment_seconds": 2.0})
-    platform = make_platform(recipes_dir=recipes)
-    platform.start_api()
-    platform.start_worker()
-    media_id = platform.upload(clips.clip, "film.mp4", recipe="film")
-    body = platform.wait_for_state(media_id, "ready")
-    (source,) = [v["url"] for v in body["variants"] if v["name"] == "hls/master.m3u8"]
+    return found
+
+
+def play(chromium: str, source: str, hls_js: bytes) -> dict[str, Any]:
+    """What the page told when it had played the source to its end, or could not."""
     with page(source, hls_js) as (url, done, told), tempfile.TemporaryDirectory() as profile:
         browser = subprocess.Popen(
             [
@@ -117,9 +115,43 @@ def test_a_browser_plays_a_film_to_its_end(
         finally:
             browser.kill()
             browser.wait()
+    return told
+
+
+def test_a_browser_plays_a_film_to_its_end(
+    make_platform: Make, clips: Clips, tmp_path: Path, chromium: str, hls_js: bytes
+) -> None:
+    recipes = tmp_path / "recipes"
+    recipe(recipes, "film", {"type": "hls", "ladder": LADDER, "segment_seconds": 2.0})
+    platform = make_platform(recipes_dir=recipes)
+    platform.start_api()
+    platform.start_worker()
+    media_id = platform.upload(clips.clip, "film.mp4", recipe="film")
+    body = platform.wait_for_state(media_id, "ready")
+    (source,) = [v["url"] for v in body["variants"] if v["name"] == "hls/master.m3u8"]
+    told = play(chromium, source, hls_js)
     assert (told["why"], told["errors"]) == ("ended", [])
     assert [level[:2] for level in told["levels"]] == [[170, 96], [320, 180]]
     assert told["audio"] == 1
     assert told["seconds"] == pytest.approx(3.0, abs=0.15)
     assert told["duration"] == pytest.approx(3.0, abs=0.15)
     assert told["frames"] >= 60
+
+
+def test_a_browser_plays_a_stream_of_sound_to_its_end(
+    make_platform: Make, tmp_path: Path, chromium: str, hls_js: bytes
+) -> None:
+    talk = tmp_path / "talk.flac"
+    make = ("-f", "lavfi", "-i", "sine=f=440:r=48000", "-t", "5", talk)
+    subprocess.run([tools.resolve().ffmpeg, "-v", "error", *make], check=True)
+    platform = make_platform()
+    platform.start_api()
+    platform.start_worker()
+    media_id = platform.upload(talk.read_bytes(), "talk.flac", recipe="stream")
+    body = platform.wait_for_state(media_id, "ready")
+    (source,) = [v["url"] for v in body["variants"] if v["name"] == "hls/master.m3u8"]
+    told = play(chromium, source, hls_js)
+    assert (told["why"], told["errors"]) == ("ended", [])
+    assert [level[2] for level in told["levels"]] == ["mp4a", "mp4a"]
+    assert (told["size"], told["frames"]) == ([0, 0], 0)
+    assert told["seconds"] == pytest.approx(5.0, abs=0.15)

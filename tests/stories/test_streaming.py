@@ -289,3 +289,30 @@ def test_a_deleted_film_leaves_no_piece_behind(film: Platform, clips: Clips) -> 
     assert states <= {"completed", "canceled"}
     film.assert_path_is_legal(media_id)
     film.assert_nothing_left()
+
+
+def test_subtitles_beside_a_film_are_renditions_in_what_encoding_they_ever_were(
+    make_platform: Make, clips: Clips, tmp_path: Path
+) -> None:
+    recipes = tmp_path / "recipes"
+    hls = {"type": "hls", "ladder": LADDER[1:], "preset": "ultrafast"}
+    recipe(recipes, "spoken", hls, {"type": "subtitles"})
+    platform = make_platform(recipes_dir=recipes)
+    platform.start_api()
+    platform.start_worker()
+    slot = platform.open_slot(len(clips.clip), "film.mp4", recipe="spoken")
+    platform.put(slot, clips.clip)
+    old = b"1\r\n00:00:01,000 --> 00:00:03,000\r\nIt\x92s a caf\xe9\r\n"
+    path = f"/v1/media/{slot['id']}/subtitles/en"
+    answer = platform.http.put(path, content=old, headers={"Content-Type": "application/x-subrip"})
+    assert answer.status_code == 200, answer.text
+    assert platform.http.post(f"/v1/media/{slot['id']}/complete").status_code == 202
+    body = platform.wait_for_state(slot["id"], "ready")
+    urls = {v["name"]: v["url"] for v in body["variants"]}
+    with httpx.Client(timeout=20, follow_redirects=True) as anyone:
+        text = anyone.get(urls["subtitles-en.vtt"]).content.decode("utf-8")
+        master = m3u8.loads(anyone.get(urls["hls/master.m3u8"]).text)
+    assert text.startswith("WEBVTT")
+    assert "00:01.000 --> 00:03.000\nIt\u2019s a caf\u00e9" in text
+    (rendition,) = [m for m in master.media if m.type == "SUBTITLES"]
+    assert (rendition.language, rendition.uri) == ("en", "subtitles-en.m3u8")

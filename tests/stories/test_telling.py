@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.server
 import json
+import os
+import random
+import re
+import resource
 import signal
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
+import pytest
 from standardwebhooks.webhooks import Webhook
 from tests.stories.clips import Clips
 from tests.stories.harness import Body, Platform, until
@@ -239,6 +247,178 @@ def test_every_event_of_an_outage_arrives_or_is_given_up_and_can_be_recovered(
     assert platform.value(pending) == 0
     states = Counter(row["state"] for row in platform.rows("SELECT state FROM deliveries"))
     assert states == {"delivered": 8, "exhausted": 4}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_ten_thousand_who_wait_come_back_spread_after_a_restart_and_miss_nothing(
+    make_platform: Callable[..., Platform],
+) -> None:
+    """Half of them stream, half of them poll with a long wait; all do as they are told."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    half = min(5000, (hard - 1000) // 2)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2 * half + 1000)), hard))
+    platform = make_platform(
+        max_event_streams=2 * half, max_event_streams_per_tenant=half, max_waiters=half
+    )
+    api = platform.start_api()
+    slot = platform.open_slot(10, "p.jpg")
+    crowd = Crowd(platform, slot["links"]["self"], half)
+    with crowd.waiting():
+        until(
+            lambda: crowd.check() and crowd.present == 2 * half, seconds=120, why=crowd.say("wait")
+        )
+        memory = [resident(api.pid)]
+        api.send(signal.SIGTERM)
+        assert api.popen.wait(20) is not None
+        crowd.restarted()
+        api = platform.start_api()
+        until(
+            lambda: crowd.check() and crowd.present == 2 * half,
+            seconds=180,
+            why=crowd.say("came back"),
+        )
+        memory.append(resident(api.pid))
+        returns = crowd.returns
+        busiest = max(Counter(int(at * 2) for at in returns).values())
+        assert busiest < 0.35 * len(returns), (
+            f"{busiest} of {len(returns)} came within half a second"
+        )
+        platform.http.delete(slot["links"]["self"]).raise_for_status()
+        until(
+            lambda: crowd.check() and crowd.told == 2 * half,
+            seconds=120,
+            why=crowd.say("heard of the end"),
+        )
+    each = (max(memory) - BASE_BYTES) / (2 * half)
+    assert each < 64 << 10, f"{each / 1024:.0f} KiB for each who waits"
+
+
+BASE_BYTES: Final = 150 << 20
+"""Of an API process at rest, generously."""
+
+
+def resident(pid: int) -> int:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+class Crowd:
+    """Clients that wait for one media, over plain sockets, in a thread with a loop of its own."""
+
+    def __init__(self, platform: Platform, path: str, half: int) -> None:
+        self._port, self._key, self._path, self._half = platform.port, platform.key, path, half
+        self._connecting = asyncio.Semaphore(200)
+        self._last: float | None = None
+        self._over = False
+        self.failures: list[str] = []
+        self.present = 0
+        self.told = 0
+        self.returns: list[float] = []
+
+    def say(self, what: str) -> str:
+        return f"not all {2 * self._half} {what}"
+
+    def check(self) -> bool:
+        assert not self.failures, self.failures[:3]
+        return True
+
+    def restarted(self) -> None:
+        """From now on attempts to connect count as returns."""
+        self._last = time.monotonic()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        thread = threading.Thread(target=asyncio.run, args=[self._all()])
+        thread.start()
+        try:
+            yield
+        finally:
+            self._over = True
+            thread.join(60)
+
+    async def _all(self) -> None:
+        clients = [self._stays(self._stream) for _ in range(self._half)]
+        clients += [self._stays(self._poll) for _ in range(self._half)]
+        everybody = [asyncio.create_task(client) for client in clients]
+        while not self._over and any(not task.done() for task in everybody):
+            await asyncio.sleep(0.1)
+            self.failures += [
+                repr(t.exception())
+                for t in everybody
+                if t.done() and not t.cancelled() and t.exception()
+            ]
+        for task in everybody:
+            task.cancel()
+        await asyncio.gather(*everybody, return_exceptions=True)
+
+    async def _stays(self, once: Callable[[], Awaitable[float | None]]) -> None:
+        """Again and again, with the pause that it was told, until it has heard of the end."""
+        told = 0.0
+        while True:
+            try:
+                pause = await once()
+            except (OSError, EOFError):
+                pause = told or random.uniform(2, 6)
+            if pause is None:
+                self.told += 1
+                return
+            told = pause
+            await asyncio.sleep(pause)
+
+    @asynccontextmanager
+    async def _line(
+        self, *headers: str, path: str
+    ) -> AsyncIterator[tuple[str, asyncio.StreamReader]]:
+        """The head of an answer, and where its body comes from."""
+        if self._last is not None:
+            self.returns.append(time.monotonic() - self._last)
+        async with self._connecting:
+            reader, writer = await asyncio.open_connection("127.0.0.1", self._port, limit=16384)
+        try:
+            lines = [
+                f"GET {path} HTTP/1.1",
+                "Host: localhost",
+                f"Authorization: Bearer {self._key}",
+            ]
+            writer.write("\r\n".join([*lines, *headers, "", ""]).encode())
+            self.present += 1
+            try:
+                yield (await reader.readuntil(b"\r\n\r\n")).decode().lower(), reader
+            finally:
+                self.present -= 1
+        finally:
+            writer.close()
+
+    async def _stream(self) -> float | None:
+        pause = 3.0
+        async with self._line(path=f"{self._path}/events") as (head, reader):
+            if " 503 " in head:
+                return self._pause(head)
+            assert " 200 " in head, head
+            while line := await reader.readline():
+                if line.startswith(b"retry: "):
+                    pause = int(line.removeprefix(b"retry: ")) / 1000
+                if line.startswith(b"event: media.deleted"):
+                    return None
+        return pause
+
+    async def _poll(self) -> float | None:
+        headers = ("Prefer: wait=60", "If-None-Match: " + self._tag, "Connection: close")
+        async with self._line(*headers, path=self._path) as (head, _):
+            if " 410 " in head:
+                return None
+            found = re.search(r"etag: (\S+)", head)
+            if found:
+                self._tag = found[1].upper() if found[1].startswith("w/") else found[1]
+            return self._pause(head)
+
+    @staticmethod
+    def _pause(head: str) -> float:
+        told = re.search(r"retry-after: (\d+)", head)
+        return float(told[1]) if told else 0.0
+
+    _tag = '"none"'
 
 
 def test_streams_end_with_the_api_and_go_on_with_the_next_one(

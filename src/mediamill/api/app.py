@@ -38,6 +38,7 @@ from mediamill.api import (
     storage,
     storage_events,
     streams,
+    subtitles,
     webhooks,
 )
 from mediamill.api.services import Services
@@ -219,6 +220,20 @@ _IF_MATCH: Final = {
         "428": {"description": "If-Match is missing."},
     },
 }
+_SUBTITLES: Final[dict[str, Any]] = {
+    "parameters": [
+        {
+            "name": "label",
+            "in": "query",
+            "description": "What a player shows for them.",
+            "schema": {"type": "string", "maxLength": 80},
+        }
+    ],
+    "requestBody": {
+        "required": True,
+        "content": {kind: {"schema": {"type": "string"}} for kind in subtitles.TYPES},
+    },
+}
 _WAIT_ONLY: Final = {"parameters": _WAIT["parameters"][:2]}
 _ONCE: Final = _header(
     "Idempotency-Key", "A repeat with the same key is answered again and not done again."
@@ -264,6 +279,16 @@ _ROUTES: Final[tuple[_Route, ...]] = (
         _body(media.Process),
     ),
     _Route("/v1/media/{media_id}/variants/{name:path}", "GET", media.read_variant, 307),
+    _Route("/v1/media/{media_id}/subtitles", "GET", subtitles.list_subtitles),
+    _Route(
+        "/v1/media/{media_id}/subtitles/{language}",
+        "PUT",
+        subtitles.put_subtitles,
+        200,
+        subtitles.SubtitlesBody,
+        _SUBTITLES,
+    ),
+    _Route("/v1/media/{media_id}/subtitles/{language}", "DELETE", subtitles.delete_subtitles, 204),
     _Route(
         "/v1/media/{media_id}/events", "GET", streams.media_events, more=_stream("last_event_id")
     ),

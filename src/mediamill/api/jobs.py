@@ -46,6 +46,7 @@ from mediamill.api.services import (
     shown_timeline,
     wait_for,
     wait_seconds,
+    waited_headers,
     worded,
 )
 from mediamill.estimates import Estimate
@@ -285,11 +286,11 @@ async def read_job(request: Request) -> Response:
     waited = 0.0
     if seen or seconds:
         waited = await wait_for(here, Topic(sender.tenant_id, None, job_id), seconds, done)
-    headers = {"Preference-Applied": f"wait={waited:g}"} if waited else {}
+    applied = waited_headers(here, waited)
     if seen and not await done():
         assert light is not None
         tag = next(iter(seen)) if light["pending_children"] else f'"{light["version"]}"'
-        headers |= {"ETag": f"W/{tag}", "Cache-Control": "private, no-cache"}
+        headers = {"ETag": f"W/{tag}", "Cache-Control": "private, no-cache"}
         if light["state"] not in JOB_TERMINAL:
             headers |= await poll_after(
                 here,
@@ -299,7 +300,7 @@ async def read_job(request: Request) -> Response:
                 queue=light["queue"],
                 waits=light["state"] == JobState.QUEUED,
             )
-        return Response(status_code=304, headers=headers)
+        return Response(status_code=304, headers=headers | applied)
     async with db.acquire(here.pool) as connection:
         row = await jobs.get(connection, sender.tenant_id, job_id)
         if row is None:
@@ -313,12 +314,12 @@ async def read_job(request: Request) -> Response:
         estimate = None
         if row["state"] not in JOB_TERMINAL:
             estimate = await _estimate(here, connection, row, position)
-    headers |= {"ETag": f"W/{_tag(row)}", "Cache-Control": "private, no-cache"}
+    headers = {"ETag": f"W/{_tag(row)}", "Cache-Control": "private, no-cache"}
     body = shown_job(row, tried, position) | {"estimate": estimate and estimate.as_dict()}
     if row["state"] not in JOB_TERMINAL:
         body["poll_after_seconds"] = _poll_after(here, row, estimate)
         headers["Retry-After"] = str(round(body["poll_after_seconds"]))
-    return json_response(body, 200, headers)
+    return json_response(body, 200, headers | applied)
 
 
 def _tag(row: db.Row) -> str:

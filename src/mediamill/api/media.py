@@ -67,6 +67,7 @@ from mediamill.api.services import (
     shown_timeline,
     wait_for,
     wait_seconds,
+    waited_headers,
     worded,
 )
 from mediamill.egress import Unreachable
@@ -494,7 +495,7 @@ async def complete_media(request: Request) -> Response:
             body = await shown_media(here, connection, sender.tenant_id, media_id)
     headers = _headers(body) | {"Location": _path(media_id)}
     if waited:
-        headers["Preference-Applied"] = f"wait={waited:g}"
+        headers |= waited_headers(here, waited)
     return json_response(body, 202 if body["state"] in _LIVE else 200, headers)
 
 
@@ -525,9 +526,9 @@ async def read_media(request: Request) -> Response:
         waited = await wait_for(here, Topic(sender.tenant_id, media_id), seconds, done)
         if row is None:  # nothing was looked at yet: it does not wait
             await done()
-    applied = {"Preference-Applied": f"wait={waited:g}"} if waited else {}
+    applied = waited_headers(here, waited)
     if seen and row is not None and row["deleted_at"] is None and (tag := _tag(here, row)) in seen:
-        headers = {"ETag": f"W/{tag}", "Cache-Control": "private, no-cache", **applied}
+        headers = {"ETag": f"W/{tag}", "Cache-Control": "private, no-cache"}
         if row["state"] in _LIVE:
             kind = row["kind"] or "image"
             headers |= await poll_after(
@@ -538,7 +539,7 @@ async def read_media(request: Request) -> Response:
                 queue=uploads.births(kind)[0].queue,
                 waits=row["state"] != MediaState.PROCESSING,
             )
-        return Response(status_code=304, headers=headers)
+        return Response(status_code=304, headers=headers | applied)
     async with db.acquire(here.pool) as connection:
         body = await shown_media(here, connection, sender.tenant_id, media_id)
     headers = _headers(body) | applied
@@ -589,7 +590,7 @@ async def read_timeline(request: Request) -> Response:
     body = {
         "schema_version": SCHEMA_VERSION,
         "id": ids.encode(ids.MEDIA, media_id),
-        **shown_timeline(found, moves, state=state),
+        **shown_timeline(found, moves, state=state, outputs=row["variants"] or ()),
     }
     return json_response(body, 200, {"Cache-Control": "private, no-cache"})
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import random
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -32,6 +33,7 @@ from mediamill.failures import BY_NAME, Code, Problem, Refused
 from mediamill.installation import Installation
 from mediamill.keys import Caller, Keychain
 from mediamill.multipart import Multiparts
+from mediamill.sealing import Vault
 from mediamill.storage import Storage
 from mediamill.tus import Transfers
 
@@ -53,6 +55,7 @@ class Services:
     forecaster: Forecaster
     egress: Egress
     follower: Follower
+    vault: Vault = field(init=False)
     shutting_down: asyncio.Event = field(default_factory=asyncio.Event)
     waiters: int = 0
     streams: Counter[str] = field(default_factory=Counter)
@@ -62,6 +65,7 @@ class Services:
 
     def __post_init__(self) -> None:
         self.use(self.storage)
+        self.vault = Vault.of(self.settings)
 
     def use(self, store: Storage) -> None:
         """Take uploads to this storage."""
@@ -155,6 +159,8 @@ def json_response(
 
 _WAIT_MOST: Final = 25.0
 _LOOK_SECONDS: Final = 5.0
+_LOOKS_PER_SECOND: Final = 100
+_COME_BACK_SECONDS: Final = (2, 10)
 
 
 def wait_seconds(request: Request) -> float:
@@ -196,7 +202,11 @@ async def wait_for(
                 if left <= 0:
                     break
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(min(left, _LOOK_SECONDS)):
+                    # A look is for what the log did not tell; many waiters look less often.
+                    look = _LOOK_SECONDS * max(
+                        1.0, here.waiters / _LOOKS_PER_SECOND / _LOOK_SECONDS
+                    )
+                    async with asyncio.timeout(min(left, look)):
                         await subscription.wake.wait()
                 subscription.take()
         finally:
@@ -204,6 +214,15 @@ async def wait_for(
     finally:
         here.waiters -= 1
     return seconds
+
+
+def waited_headers(here: Services, waited: float) -> dict[str, str]:
+    """What an answer tells about a wait of so many seconds. When this process ends, all who wait
+    are answered in one moment: their return is spread over the next seconds."""
+    headers = {"Preference-Applied": f"wait={waited:g}"} if waited else {}
+    if waited and here.shutting_down.is_set():
+        headers["Retry-After"] = str(random.randint(*_COME_BACK_SECONDS))  # noqa: S311
+    return headers
 
 
 async def poll_after(
@@ -435,9 +454,23 @@ def common_filters(request: Request, states: type[StrEnum]) -> dict[str, Any]:
 
 
 def shown_timeline(
-    found: Sequence[timeline.Segment], moves: Sequence[db.Row], *, state: str
+    found: Sequence[timeline.Segment],
+    moves: Sequence[db.Row],
+    *,
+    state: str,
+    outputs: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Segments, their sum, one sentence, and the moves that they come from."""
+    """Segments, their sum, one sentence, and the moves that they come from.
+
+    The last encode tells how long each of the `outputs` took in it. What one pass makes is made
+    together, so these may overlap.
+    """
+    encode = max((n for n, s in enumerate(found) if s.name == "encode"), default=None)
+    made = [
+        {"name": o["name"], "seconds": round(o["seconds"], 6)}
+        for o in outputs
+        if o["seconds"] is not None
+    ]
     return {
         "state": state,
         "total_seconds": round(sum(s.seconds for s in found), 6),
@@ -451,8 +484,9 @@ def shown_timeline(
                 "attempt": s.attempt,
                 "worker": s.worker,
                 "reason": s.detail,
+                "outputs": made if n == encode else [],
             }
-            for s in found
+            for n, s in enumerate(found)
         ],
         "moves": [
             {

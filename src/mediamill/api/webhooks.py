@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 from datetime import UTC, datetime
 from typing import Annotated, Any, Final, Literal
 from uuid import UUID
@@ -14,6 +16,7 @@ from starlette.responses import Response
 from mediamill import db, events, idempotency, ids, webhooks
 from mediamill.api.services import (
     Page,
+    Services,
     caller,
     chosen,
     idempotency_key,
@@ -31,6 +34,7 @@ from mediamill.api.services import (
 )
 from mediamill.failures import Code, Refused
 from mediamill.idempotency import Answer
+from mediamill.sealing import CannotOpen
 from mediamill.states import DeliveryState
 
 SCHEMA_VERSION: Final = 1
@@ -186,17 +190,16 @@ async def create_endpoint(request: Request) -> Response:
                 origin=origin,
                 secret=own,
                 most=here.settings.max_endpoints,
+                vault=here.vault,
             )
-            body = _shown(row) | {"secret": webhooks.shown_secret(row["signing"], secret)}
+            body = _shown(row) | {"secret": _kept(here, row, secret)}
             return Answer(201, json_text(body), body["links"]["self"], row["id"])
 
         answer = await idempotency.once(
             connection, key, keep_seconds=here.settings.idempotency_seconds, work=work
         )
     headers = {"Location": answer.location, "Cache-Control": "no-store"}
-    if answer.replayed:
-        headers["Idempotent-Replayed"] = "true"
-    return json_response(answer.body, answer.status, headers)
+    return _with_secret(here, answer, headers)
 
 
 async def list_endpoints(request: Request) -> Response:
@@ -282,10 +285,11 @@ async def rotate_secret(request: Request) -> Response:
                 row,
                 overlap_seconds=wanted.overlap_seconds,
                 secret=None if wanted.secret is None else webhooks.read_secret(wanted.secret),
+                vault=here.vault,
             )
             valid = await webhooks.secrets_of(connection, row)
             body = _shown(row) | {
-                "secret": webhooks.shown_secret(row["signing"], secret),
+                "secret": _kept(here, row, secret),
                 "old_secret_until": iso_time(next((s["retires_at"] for s in valid[1:]), None)),
             }
             return Answer(200, json_text(body), body["links"]["self"], row["id"])
@@ -293,10 +297,25 @@ async def rotate_secret(request: Request) -> Response:
         answer = await idempotency.once(
             connection, key, keep_seconds=here.settings.idempotency_seconds, work=work
         )
-    headers = {"Cache-Control": "no-store"}
+    return _with_secret(here, answer, {"Cache-Control": "no-store"})
+
+
+def _kept(here: Services, row: db.Row, secret: bytes) -> str:
+    """The secret for an answer that is kept for repeats of the request."""
+    text = webhooks.shown_secret(row["signing"], secret).encode()
+    return base64.b64encode(here.vault.seal(text, about=row["id"].bytes)).decode()
+
+
+def _with_secret(here: Services, answer: Answer, headers: dict[str, str]) -> Response:
+    body = json.loads(answer.body)
+    kept = base64.b64decode(body["secret"])
+    try:
+        body["secret"] = here.vault.open(kept, about=answer.about.bytes).decode()
+    except CannotOpen as error:
+        raise Refused(Code.GONE, f"The secret cannot be told again: {error}.") from None
     if answer.replayed:
         headers["Idempotent-Replayed"] = "true"
-    return json_response(answer.body, answer.status, headers)
+    return json_response(body, answer.status, headers)
 
 
 async def test_endpoint(request: Request) -> Response:

@@ -176,6 +176,13 @@ class Job(Model):
     duplicate_of: str | None = None
 
 
+class Output(Model):
+    """How long one output took to make; those of one pass are made together and overlap."""
+
+    name: str
+    seconds: float
+
+
 class Segment(Model):
     name: str
     start: datetime
@@ -184,6 +191,7 @@ class Segment(Model):
     attempt: int | None = None
     worker: str | None = None
     reason: str | None = None
+    outputs: list[Output] = []
 
 
 class Timeline(Model):

@@ -16,6 +16,7 @@ from mediamill.jobs import Birth, Claim, NewJob
 from mediamill.media import Description, Original
 from mediamill.recipes import Recipe
 from mediamill.sandbox import Jail
+from mediamill.sidecars import Sidecar
 from mediamill.tools import Command, Finished
 
 
@@ -107,6 +108,9 @@ class Work(Protocol):
 
     async def children(self) -> list[Child]:
         """The children that it waited for, in the order in which it asked for them."""
+
+    async def sidecars(self) -> list[Sidecar]:
+        """The files of subtitles that lie beside the original, by language."""
 
     async def slots(self, queue: str) -> int:
         """How many jobs of a queue the workers seen lately run at once."""

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from fractions import Fraction
 from pathlib import Path
+from typing import Final
 
 from mediamill import probe
 from mediamill.failures import Code, Failure
 from mediamill.handlers import Work, running
 from mediamill.probe import MediaInfo, VideoStream
 from mediamill.tools import Command
+
+SMALL: Final = "scale=160:160:flags=area,format=yuv420p"
+"""What is compared is made small, so that it tells wrong frames and colors from coarse coding."""
+_LIKENESS: Final = 0.75
+_SOUND_FRAME: Final = 1024
+_ROUNDING: Final = 0.002  # of two containers that count in milliseconds
 
 
 async def probe_output(work: Work, path: Path, *, packets: bool = True) -> MediaInfo:
@@ -22,6 +30,18 @@ async def probe_output(work: Work, path: Path, *, packets: bool = True) -> Media
     if finished.returncode != 0:
         raise Failure(Code.OUTPUT_INVALID, f"The output {path.name} cannot be read.")
     return probe.parse(finished.stdout, work.settings)
+
+
+async def tail(work: Work, path: Path, info: MediaInfo) -> probe.Tail:
+    """When picture and sound of a file end. Raises Failure."""
+    found = probe.Tail(info)
+    await running.run(
+        work,
+        Command("ffprobe", probe.tail_args(info), path, f"end of {path.name}"),
+        running.jail(work, wall_seconds=120),
+        on_line=found.line,
+    )
+    return found
 
 
 async def decode(work: Work, path: Path, seconds: float | None) -> None:
@@ -52,20 +72,68 @@ def length(found: float | None, source: MediaInfo, *, picture: bool = False) -> 
         )
 
 
-def hold_together(name: str, found: MediaInfo, source: MediaInfo) -> None:
-    """Picture and sound begin as far from each other as in the source, within a frame. Raises
-    Failure."""
+async def hold_together(
+    work: Work, path: Path, found: MediaInfo, source: MediaInfo, *, damaged: bool
+) -> None:
+    """Picture and sound begin and end as far from each other as in the source. Where the source is
+    damaged, what is missing at its end is told by its length. Raises Failure."""
     assert found.video is not None
     assert found.audio is not None
     assert source.video is not None
     assert source.audio is not None
-    frame = 1 / float(found.video.frame_rate or Fraction(25))
-    apart = found.audio.start_seconds - found.video.start_seconds
+    now = found.audio.start_seconds - found.video.start_seconds
     was = source.audio.start_seconds - source.video.start_seconds
-    if abs(apart - was) > max(frame, 0.045) and abs(apart) > max(frame, 0.045):
+    rate = found.video.frame_rate
+    apart(path.name, "begin", now, was, source=source, rate=rate)
+    if not damaged:
+        ended = (await tail(work, path, found)).sound_after_picture
+        apart(path.name, "end", ended, source.sound_after_picture, source=source, rate=rate)
+
+
+def apart(
+    name: str,
+    where: str,
+    now: float | None,
+    was: float | None,
+    *,
+    source: MediaInfo,
+    rate: Fraction | None,
+) -> None:
+    """Sound and picture `begin` or `end` as many seconds from each other as in the source, within
+    a frame: of the picture, at its rate here or there, or of the sound, where that is longer.
+
+    Raises Failure(OUTPUT_INVALID).
+    """
+    if now is None or was is None:
+        return
+    assert source.video is not None
+    assert source.audio is not None
+    frame = max(1 / (r or Fraction(25)) for r in (rate, source.video.frame_rate))
+    heard = Fraction(_SOUND_FRAME, source.audio.sample_rate)
+    if abs(now - was) > max(frame, heard) + Fraction(_ROUNDING):
         raise Failure(
             Code.OUTPUT_INVALID,
-            f"{name}: sound and picture begin {apart:.3f} s apart, in the source {was:.3f} s.",
+            f"{name}: sound and picture {where} {now:.3f} s apart, in the source {was:.3f} s.",
+        )
+
+
+async def likeness(work: Work, args: tuple[str, ...], label: str) -> float:
+    """Run a comparison of the original, on standard input, with a file of ours; the SSIM that it
+    found. Raises Failure."""
+    confined = running.jail(work, wall_seconds=300, write=True, scratch_bytes=1 << 50)
+    finished = await running.run(work, Command("ffmpeg", args, await work.fetch(), label), confined)
+    scores = re.findall(r"SSIM .*All:(-?[\d.]+)", finished.stderr_tail)
+    if not scores:
+        raise Failure(Code.OUTPUT_INVALID, f"{label}: nothing could be compared.")
+    return float(scores[-1])
+
+
+def alike(name: str, found: float, *, at: float) -> None:
+    """A likeness is above the floor. Raises Failure(OUTPUT_INVALID)."""
+    if found < _LIKENESS:
+        raise Failure(
+            Code.OUTPUT_INVALID,
+            f"{name}: at {at:.1f} s it does not look like the original (likeness {found:.2f}).",
         )
 
 

@@ -238,11 +238,18 @@ async def make_alone(
         made.damaged = made.damaged or running.damaged(finished)
         if not copied:
             running.PACE.learn(cost, finished.wall_seconds)
-        outputs.append(
-            await mp4.verify(
-                work, work.out / file, coding, info, finished.wall_seconds, copied=copied
-            )
+        output = await mp4.verify(
+            work,
+            work.out / file,
+            coding,
+            info,
+            finished.wall_seconds,
+            copied=copied,
+            damaged=made.damaged,
         )
+        if not copied and not made.damaged:
+            made.likeness[wanted.name] = await mp4.compare(work, info, coding, output)
+        outputs.append(output)
     return outputs
 
 
@@ -260,7 +267,13 @@ async def make_joined(work: Work, film: Film, info: MediaInfo, made: Made) -> li
         seconds = made.seconds.get(track.stem, 0.0)
         outputs.append(
             await mp4.verify(
-                work, path, track.coding, info, seconds, decoded=track.stem in made.decoded
+                work,
+                path,
+                track.coding,
+                info,
+                seconds,
+                decoded=track.stem in made.decoded,
+                damaged=made.damaged,
             )
         )
     return outputs
@@ -298,6 +311,7 @@ async def make_stream(
         texts=shown,
         seconds=seconds,
         folder=folder,
+        damaged=made.damaged,
     )
 
 
@@ -307,6 +321,8 @@ def described(film: Film, made: Made) -> dict[str, Any]:
     for name, loudness in made.loudness.items():
         if loudness is not None and name in shown:
             shown[name]["loudness"] = loudness.as_dict()
+    for output in film.alone:
+        shown[output.name]["likeness"] = made.likeness.get(output.name)
     for stream, rungs in film.streams:
         shown[stream.name] = {
             "way": "encoded",

@@ -12,7 +12,7 @@ from typing import Final
 
 from mediamill import probe
 from mediamill.failures import Code, Failure
-from mediamill.handlers import Reroute, Work, running, stills
+from mediamill.handlers import Reroute, Work, checks, running, stills
 from mediamill.media import Description
 from mediamill.probe import MediaInfo
 from mediamill.tools import Command
@@ -47,6 +47,9 @@ async def look(work: Work) -> MediaInfo | Reroute:
     duration, seconds = await _scan(work, path, info)
     probe.check_duration(duration, work.settings)
     info = replace(info, duration_seconds=duration)
+    if info.video is not None and info.audio is not None:
+        tail = await checks.tail(work, path, info)
+        info = replace(info, sound_after_picture=tail.sound_after_picture)
     if info.video is not None:
         info = replace(info, picture_seconds=seconds)
     await describe(work, info, seen.type if seen else None)

@@ -16,6 +16,7 @@ from mediamill.recipes.video import Mp4Output
 from mediamill.tools import Command
 
 _TAGS: Final = {"h264": ("avc1",), "hevc": ("hvc1",), "vp9": ("vp09",), "av1": ("av01",)}
+_COMPARED_FRAMES: Final = 8
 _FRONT: Final = ("-movflags", "+faststart", "-f", "mp4")
 
 
@@ -162,6 +163,7 @@ async def verify(
     *,
     copied: bool = False,
     decoded: bool = False,
+    damaged: bool = False,
 ) -> Output:
     """The file is what was planned and decodes from end to end, unless that was seen before. Raises
     Failure."""
@@ -186,7 +188,7 @@ async def verify(
     length = found.duration_seconds
     checks.length(length, info)
     if found.audio is not None and info.audio is not None:
-        checks.hold_together(path.name, found, info)
+        await checks.hold_together(work, path, found, info, damaged=damaged)
     expect(checks.index_in_front(path), "its index is not in front")
     if not decoded:
         await checks.decode(work, path, length)
@@ -199,3 +201,42 @@ async def verify(
         duration_seconds=length,
         seconds=round(seconds, 3),
     )
+
+
+async def compare(work: Work, info: MediaInfo, made: Coding, output: Output) -> float:
+    """The lowest likeness (SSIM of small pictures, 1 is equal) of a file that keeps the pace of the
+    source, at three places, or at its beginning.
+
+    Raises Failure(OUTPUT_INVALID) below the floor.
+    """
+    seconds = info.picture_seconds or output.duration_seconds or 0.0
+
+    async def at(place: float) -> float:
+        found = await _likeness(work, info, made, output.path, at=seconds * place)
+        checks.alike(output.name, found, at=seconds * place)
+        return found
+
+    # Without an index a seek may end behind the place that was meant.
+    places = (0.1, 0.5, 0.9) if info.has_index else (0.0,)
+    return round(min(await running.together(*(at(place) for place in places))), 4)
+
+
+async def _likeness(work: Work, info: MediaInfo, made: Coding, path: Path, *, at: float) -> float:
+    video = info.video
+    assert video is not None
+    source = (
+        *picture.straighten(video),
+        *picture.shrink(video, made.width, made.height, hdr=made.hdr),
+    )
+    seek = ("-ss", f"{at:.3f}") if at > 0 else ()
+    graph = (
+        f"[0:{video.index}]{','.join((*source, checks.SMALL))}[s];[1:v]{checks.SMALL}[o];"
+        "[s][o]ssim=ts_sync_mode=nearest[d]"
+    )
+    args = (
+        *("-hide_banner", "-nostdin", "-loglevel", "info", "-nostats"),
+        *(*picture.decoder(video), *seek, *probe.INPUT_GUARD, "-i", "fd:"),
+        *(*seek, *running.OWN_INPUT, "-i", path.name, "-filter_complex", graph),
+        *("-map", "[d]", "-frames:v", str(_COMPARED_FRAMES), "-f", "null", "-"),
+    )
+    return await checks.likeness(work, args, f"compare {path.name} at {at:.1f} s")

@@ -7,6 +7,7 @@ and not thousands, and both kinds of players read the same bytes.
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -15,9 +16,8 @@ from pathlib import Path
 from typing import Final
 
 from mediamill.failures import Code, Failure
-from mediamill.handlers import Output, Work, checks, picture, running
+from mediamill.handlers import Output, Work, checks, picture, running, subtitles
 from mediamill.handlers.picture import Coding
-from mediamill.handlers.subtitles import Track as TextTrack
 from mediamill.handlers.tracks import Grid, Track
 from mediamill.probe import AudioStream, MediaInfo
 from mediamill.recipes.video import HlsOutput
@@ -25,7 +25,7 @@ from mediamill.tools import Command
 
 MASTER: Final = "master.m3u8"
 MANIFEST: Final = "manifest.mpd"
-_TYPES: Final = {
+TYPES: Final = {
     ".m3u8": "application/vnd.apple.mpegurl",
     ".mpd": "application/dash+xml",
     ".vtt": "text/vtt",
@@ -43,6 +43,14 @@ class Heard:
     language: str | None
     path: Path
     default: bool
+
+    def stream(self, folder: str, group: str) -> str:
+        """What the packager is to make of it, in a group of renditions."""
+        return (
+            f"in={self.path.name},stream=audio,output={folder}/{self.name}.mp4,"
+            f"playlist_name={self.name}.m3u8,hls_group_id={group},hls_name={self.label},"
+            f"dash_label={self.label}{_language(self.language)}"
+        )
 
 
 def ladder(wanted: HlsOutput, info: MediaInfo) -> list[Track]:
@@ -91,41 +99,48 @@ async def package(
     tracks: Sequence[Track],
     *,
     heard: Sequence[Heard],
-    texts: Sequence[TextTrack],
+    texts: Sequence[subtitles.Track],
     folder: str,
 ) -> None:
     """Write the renditions and playlists into `folder` of scratch. Raises Failure."""
     target = work.out / folder
-    target.mkdir(parents=True, exist_ok=True)
     streams = []
     for track in tracks:
         streams.append(
             f"in={track.file},stream=video,output={folder}/{track.name}.mp4,"
             f"playlist_name={track.name}.m3u8"
         )
-    for rendition in heard:
-        streams.append(
-            f"in={rendition.path.name},stream=audio,output={folder}/{rendition.name}.mp4,"
-            f"playlist_name={rendition.name}.m3u8,hls_group_id=audio,hls_name={rendition.label},"
-            f"dash_label={rendition.label}{_language(rendition.language)}"
-        )
-    for text in texts:
-        label = re.sub(r"[^\w .()-]", " ", text.stream.title or text.stream.language or "Subtitles")
+    streams += [rendition.stream(folder, "audio") for rendition in heard]
+    for text, label in zip(texts, subtitles.labels(texts), strict=True):
         streams.append(
             f"in={text.path.name},stream=text,output={folder}/{text.path.name},"
             f"playlist_name={text.path.stem}.m3u8,hls_group_id=subtitles,hls_name={label}"
             f"{_language(text.stream.language)}"
         )
-    length = on.seconds(segment_frames(wanted, on))
+    files = [work.out / t.file for t in tracks] + [r.path for r in heard]
+    await pack(work, streams, files, folder, seconds=on.seconds(segment_frames(wanted, on)))
+    if heard:
+        first = next((r for r in heard if r.default), heard[0])
+        _make_default(target / MASTER, first)
+        if wanted.audio_only:
+            _add_audio_only(target / MASTER, first, target)
+
+
+async def pack(
+    work: Work, streams: Sequence[str], files: Sequence[Path], folder: str, *, seconds: float
+) -> None:
+    """Run the packager on `files`, of which `streams` say what becomes of them, with segments of
+    about that length. Raises Failure."""
+    target = work.out / folder
+    target.mkdir(parents=True, exist_ok=True)
     args = (
         *streams,
-        *("--segment_duration", f"{length:.9f}", "--fragment_duration", f"{length:.9f}"),
+        *("--segment_duration", f"{seconds:.9f}", "--fragment_duration", f"{seconds:.9f}"),
         *("--hls_master_playlist_output", f"{folder}/{MASTER}", "--hls_playlist_type", "VOD"),
         *("--mpd_output", f"{folder}/{MANIFEST}", "--temp_dir", "."),
         "--quiet",
         "--single_threaded",  # else the order of the streams in the manifest is left to chance
     )
-    files = [work.out / t.file for t in tracks] + [r.path for r in heard]
     size = sum(file.stat().st_size for file in files)
     confined = running.jail(
         work,
@@ -145,13 +160,37 @@ async def package(
     for file in target.glob("*.m3u8"):
         lines = file.read_text().splitlines()
         file.write_text("\n".join(x for x in lines if x and not x.startswith("## ")) + "\n")
+    _raise_bandwidths(target)
     manifest = target / MANIFEST
     manifest.write_text(re.sub(r"<!--.*?-->\n?", "", manifest.read_text(), flags=re.DOTALL))
-    if heard:
-        first = next((r for r in heard if r.default), heard[0])
-        _make_default(target / MASTER, first)
-        if wanted.audio_only:
-            _add_audio_only(target / MASTER, first, target)
+
+
+def _raise_bandwidths(folder: Path) -> None:
+    """Have every entry of the master playlist tell at least its peak, with the costliest sound that
+    may go with it. The packager leaves short last segments out."""
+    master = folder / MASTER
+    lines = master.read_text().splitlines()
+    sounds: dict[str, dict[str, float]] = {}
+    for line in lines:
+        if line.startswith("#EXT-X-MEDIA:TYPE=AUDIO"):
+            uri, group = _attribute(line, "URI"), _attribute(line, "GROUP-ID")
+            sounds.setdefault(group, {})[uri] = _peak(_index((folder / uri).with_suffix(".mp4")))
+    for number, (tags, uri) in enumerate(pairwise(lines)):
+        if tags.startswith("#EXT-X-STREAM-INF:"):
+            heard = sounds.get(_attribute(tags, "AUDIO"), {})
+            peak = _peak(_index((folder / uri).with_suffix(".mp4")))
+            if uri not in heard:
+                peak += max(heard.values(), default=0.0)
+            told = int(re.findall(r"[:,]BANDWIDTH=(\d+)", tags)[0])
+            most = max(told, int(peak) + 1)
+            lines[number] = re.sub(r"([:,]BANDWIDTH=)\d+", rf"\g<1>{most}", tags, count=1)
+    master.write_text("\n".join(lines) + "\n")
+
+
+def _attribute(line: str, name: str) -> str:
+    """A quoted attribute of a line of a playlist, or nothing."""
+    found = re.search(rf'[:,]{name}="([^"]*)"', line)
+    return found[1] if found else ""
 
 
 def _forget_time(path: Path) -> None:
@@ -196,8 +235,8 @@ def _make_default(master: Path, rendition: Heard) -> None:
 
 def _add_audio_only(master: Path, rendition: Heard, folder: Path) -> None:
     """A rung without a picture, from the sound that is there."""
-    segments = _segments((folder / f"{rendition.name}.m3u8").read_text())
-    peak = max(size * 8 / seconds for seconds, size in segments if seconds > 0)
+    segments = _index(folder / f"{rendition.name}.mp4")
+    peak = _peak(segments)
     average = sum(size for _, size in segments) * 8 / sum(seconds for seconds, _ in segments)
     codec = re.search(r'CODECS="[^"]*?(mp4a[^",]*)', master.read_text())
     assert codec is not None
@@ -230,9 +269,10 @@ async def verify(
     counts: Mapping[str, int],
     decoded: Collection[str],
     heard: Sequence[Heard],
-    texts: Sequence[TextTrack],
+    texts: Sequence[subtitles.Track],
     seconds: float,
     folder: str,
+    damaged: bool,
 ) -> list[Output]:
     """The package is what was planned: every segment begins at the same frame in every size and is
     as long as it says, and everything decodes. `counts` are the frames of each track by name,
@@ -249,14 +289,15 @@ async def verify(
     frames = segment_frames(wanted, on)
     hdr = info.video.hdr if info.video is not None and wanted.hdr == "keep" else None
 
+    expect(len(set(counts.values())) == 1, "its sizes have different numbers of frames")
+    length = on.seconds(next(iter(counts.values())))
+
     async def picture_of(name: str, count: int) -> Output:
         path = root / f"{name}.mp4"
         expected = [on.seconds(min(frames, count - at)) for at in range(0, count, frames)]
         said = [s for s, _ in _segments((root / f"{name}.m3u8").read_text())]
-        even = len(said) == len(expected) and all(
-            abs(s - e) <= _EXTINF_SLACK for s, e in zip(said, expected, strict=True)
-        )
-        expect(even, f"the segments of {name} are not as long as they say")
+        expect(_equal(said, expected), f"the segments of {name} are not as long as planned")
+        check_segments(path, expect=expect)
         found = await checks.probe_output(work, path)
         expect(found.video is not None and found.video.frames == count, f"{name} lost frames")
         assert found.video is not None
@@ -275,6 +316,12 @@ async def verify(
         # Encoders begin with some silence of their own, which players leave out.
         begins = abs(found.audio.start_seconds)
         expect(begins <= max(1 / float(on.rate), 0.045), f"{rendition.name} begins late")
+        check_segments(path, expect=expect)
+        if rendition.default and not damaged:
+            ended = (await checks.tail(work, path, found)).sound
+            late = None if ended is None else ended - length
+            was = info.sound_after_picture
+            checks.apart(rendition.name, "end", late, was, source=info, rate=on.rate)
         await checks.decode(work, path, found.duration_seconds)
         seconds = found.duration_seconds
         return Output(f"{folder}/{path.name}", path, "audio/mp4", duration_seconds=seconds)
@@ -283,14 +330,12 @@ async def verify(
         *(picture_of(name, count) for name, count in counts.items()),
         *(sound_of(rendition) for rendition in heard),
     )
-    expect(len(set(counts.values())) == 1, "its sizes have different numbers of frames")
-    length = on.seconds(next(iter(counts.values())))
     checks.length(length, info, picture=True)
     _check_master(root / MASTER, counts, bool(heard), expect=expect)
     known = {output.path for output in outputs}
     others = [p for p in sorted(root.iterdir()) if p not in known]
     expect(len(others) == 2 + len(known) + 2 * len(texts), "a file is missing or too many")
-    outputs += [Output(f"{folder}/{p.name}", p, _TYPES[p.suffix]) for p in others]
+    outputs += [Output(f"{folder}/{p.name}", p, TYPES[p.suffix]) for p in others]
     # The first ones are what a player is given.
     outputs.sort(key=lambda o: (o.path.name != MASTER, o.path.name != MANIFEST))
     top = max((o for o in outputs if o.width), key=lambda o: o.width or 0)
@@ -324,12 +369,67 @@ def _check_master(
         expect(len(codecs) == 1 + has_sound, f"the master playlist names {codecs} for {name}")
         for wanted in ("BANDWIDTH=", "RESOLUTION=", "FRAME-RATE="):
             expect(wanted in tags, f"the master playlist has no {wanted[:-1]} for {name}")
-        peak = max(
-            size * 8 / seconds
-            for seconds, size in _segments((master.parent / f"{name}.m3u8").read_text())
-            if seconds > 0
-        )
-        told = re.search(r"[:,]BANDWIDTH=(\d+)", tags)
-        expect(
-            told is not None and int(told[1]) >= int(peak), f"the bandwidth of {name} is too low"
-        )
+        check_bandwidth(tags, master.parent / f"{name}.mp4", expect=expect)
+
+
+def check_bandwidth(tags: str, path: Path, *, expect: Callable[[bool, str], None]) -> None:
+    """The bandwidth told in the master playlist covers the costliest stretch of a file."""
+    told = re.search(r"[:,]BANDWIDTH=(\d+)", tags)
+    high_enough = told is not None and int(told[1]) >= int(_peak(_index(path)))
+    expect(high_enough, f"the bandwidth of {path.stem} is too low")
+
+
+def _peak(segments: Sequence[tuple[float, int]]) -> float:
+    """The peak segment bit rate (RFC 8216, 4.3.4.2): of segments in a row that are together between
+    half and one and a half times as long as the longest. So a last one of a frame says nothing."""
+    longest = max(seconds for seconds, _ in segments)
+    found = []
+    for first in range(len(segments)):
+        seconds = 0.0
+        size = 0
+        for more, bytes_more in segments[first:]:
+            seconds, size = seconds + more, size + bytes_more
+            if seconds > 1.5 * longest:
+                break
+            if seconds >= 0.5 * longest:
+                found.append(size * 8 / seconds)
+    return max(found)
+
+
+def check_segments(path: Path, *, expect: Callable[[bool, str], None]) -> None:
+    """Every segment in the playlist beside a file is one that the file's index (`sidx`) has, with
+    the same bytes and, to a millisecond, the same length."""
+    told = _segments(path.with_suffix(".m3u8").read_text())
+    real = _index(path)
+    expect(
+        [size for _, size in told] == [size for _, size in real]
+        and _equal([seconds for seconds, _ in told], [seconds for seconds, _ in real]),
+        f"the segments of {path.stem} are not as long as they say",
+    )
+
+
+def _equal(some: Sequence[float], others: Sequence[float]) -> bool:
+    return len(some) == len(others) and all(
+        abs(a - b) <= _EXTINF_SLACK for a, b in zip(some, others, strict=True)
+    )
+
+
+def _index(path: Path) -> list[tuple[float, int]]:
+    """Seconds and bytes of each segment, from the `sidx` box (ISO/IEC 14496-12); empty if there is
+    none."""
+    with path.open("rb") as file:
+        while len(header := file.read(8)) == 8:
+            size, name = struct.unpack(">I4s", header)
+            if size < 8:
+                return []
+            if name == b"sidx":
+                body = file.read(size - 8)
+                break
+            file.seek(size - 8, 1)
+        else:
+            return []
+    (timescale,) = struct.unpack_from(">I", body, 8)
+    at = 22 if body[0] == 0 else 30
+    (count,) = struct.unpack_from(">H", body, at)
+    entries = struct.iter_unpack(">III", body[at + 2 : at + 2 + 12 * count])
+    return [(length / timescale, size & 0x7FFFFFFF) for size, length, _ in entries]

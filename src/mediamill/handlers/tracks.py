@@ -9,7 +9,6 @@ last.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -18,7 +17,7 @@ from typing import Any, Final, Self
 
 from mediamill import probe
 from mediamill.failures import Code, Failure
-from mediamill.handlers import Work, picture, running
+from mediamill.handlers import Work, checks, picture, running
 from mediamill.handlers.picture import Coding
 from mediamill.handlers.running import PACE, Meter
 from mediamill.probe import MediaInfo
@@ -26,8 +25,6 @@ from mediamill.tools import Command, Finished
 
 _MARGIN_SECONDS: Final = 3.0
 _BEFORE_SECONDS: Final = 0.5
-_SMALL: Final = 160
-_LIKENESS: Final = 0.75
 _COMPARED_FRAMES: Final = 8
 
 
@@ -318,12 +315,7 @@ async def compare(
 
     async def at(first: int) -> float:
         found = await likeness(work, info, on, track, first=first, frames=_COMPARED_FRAMES)
-        if found < _LIKENESS:
-            raise Failure(
-                Code.OUTPUT_INVALID,
-                f"{track.name}: at {on.seconds(first):.1f} s it does not look like the original "
-                f"(likeness {found:.2f}).",
-            )
+        checks.alike(track.name, found, at=on.seconds(first))
         return found
 
     firsts = {int(groups * place) * on.group for place in places}
@@ -337,18 +329,17 @@ async def likeness(
     video = info.video
     assert video is not None
     coding, after = track.coding, first + frames
-    small = f"scale={_SMALL}:{_SMALL}:flags=area,format=yuv420p"
     before = max(0, first // on.group * on.group)
     source = (
         *_on_grid(info, on, first, after),
         *picture.shrink(video, coding.width, coding.height, hdr=coding.hdr),
-        small,
+        checks.SMALL,
     )
     ours = (
         f"trim=start_pts={first * on.tick}:end_pts={after * on.tick}",
         "setpts=PTS-STARTPTS",
         f"settb=1/{on.timescale}",
-        small,
+        checks.SMALL,
     )
     seek = ("-ss", f"{on.seconds(before):.6f}", "-noaccurate_seek") if before else ()
     args = (
@@ -359,10 +350,4 @@ async def likeness(
         f"[0:{video.index}]{','.join(source)}[s];[1:v]{','.join(ours)}[o];[s][o]ssim[d]",
         *("-map", "[d]", "-f", "null", "-"),
     )
-    confined = running.jail(work, wall_seconds=300, write=True, scratch_bytes=1 << 50)
-    command = Command("ffmpeg", args, await work.fetch(), f"compare {track.name} at {first}")
-    finished = await running.run(work, command, confined)
-    scores = re.findall(r"SSIM .*All:(-?[\d.]+)", finished.stderr_tail)
-    if not scores:
-        raise Failure(Code.OUTPUT_INVALID, f"{track.name}: it could not be compared.")
-    return float(scores[-1])
+    return await checks.likeness(work, args, f"compare {track.name} at {first}")

@@ -22,6 +22,7 @@ from mediamill.handlers import (
     poster,
     running,
     sound,
+    sound_stream,
     storyboard,
     subtitles,
 )
@@ -37,6 +38,7 @@ from mediamill.recipes.video import (
     Mp3Output,
     OpusOutput,
     PosterOutput,
+    SoundHlsOutput,
     StoryboardOutput,
     SubtitlesOutput,
     WaveformOutput,
@@ -95,6 +97,8 @@ async def handle_audio(work: Work) -> Outcome:
     shown: dict[str, Any] = {}
     notes: list[str] = []
     files = sum(isinstance(o, _Sounds) for o in wanted)
+    rungs = sum(len(o.ladder) for o in wanted if isinstance(o, SoundHlsOutput))
+    files += rungs * len(info.sounds)
     meter = Meter(work, sound.SHARE * (info.duration_seconds or 1) * files)
     await work.enter("encode")
     for output in wanted:
@@ -107,11 +111,15 @@ async def handle_audio(work: Work) -> Outcome:
                     outputs.append(cover)
                 elif info.cover is not None:
                     notes.append("The picture of the cover could not be read.")
+            case SoundHlsOutput():
+                streamed, shown[output.name] = await sound_stream.make(work, output, info, meter)
+                outputs += streamed
             case _:
                 made, shown[output.name] = await sound.make(work, output, info, meter)
                 outputs.append(made)
-                if shown[output.name].pop("damaged", False) and DAMAGED not in notes:
-                    notes.append(DAMAGED)
+    damaged = [told.pop("damaged", False) for told in shown.values()]
+    if any(damaged):
+        notes.append(DAMAGED)
     await look.describe(work, info, _sniffed(work), outputs=shown, warnings=notes)
     return Done(tuple(outputs), {"outputs": len(outputs), "warnings": notes})
 

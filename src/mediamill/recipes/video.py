@@ -205,6 +205,26 @@ class CoverOutput(Strict):
     quality: int = Field(default=85, ge=1, le=100)
 
 
+class SoundHlsOutput(Strict):
+    """Adaptive streaming of a sound file: `<name>/master.m3u8` for HLS and `<name>/manifest.mpd`
+    for DASH, over the same CMAF files, one for each rate and each language."""
+
+    type: Literal["hls"]
+    name: Name = "hls"
+    ladder: tuple[Annotated[int, Field(ge=32, le=512)], ...] = Field(
+        default=(64, 128), min_length=1, max_length=4, description="The rates in kbit/s (AAC)."
+    )
+    loudness: Loudness | None = None
+    segment_seconds: float = Field(default=6.0, ge=1, le=30)
+
+    @field_validator("ladder")
+    @classmethod
+    def _distinct(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if len(set(value)) < len(value):
+            raise ValueError("the rates of a ladder must be distinct")
+        return value
+
+
 SoundOutput = M4aOutput | OpusOutput | Mp3Output
 VideoOutput = Annotated[
     Mp4Output
@@ -220,6 +240,6 @@ VideoOutput = Annotated[
     Field(discriminator="type"),
 ]
 AudioOutput = Annotated[
-    M4aOutput | OpusOutput | Mp3Output | WaveformOutput | CoverOutput,
+    M4aOutput | OpusOutput | Mp3Output | SoundHlsOutput | WaveformOutput | CoverOutput,
     Field(discriminator="type"),
 ]

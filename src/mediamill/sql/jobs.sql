@@ -19,8 +19,10 @@ WITH wanted AS (
     SELECT $1, w.id, 'queued', w.kind, w.queue, 'job', w.schema_version, w.payload::jsonb, w.priority,
            now() + w.delay, w.max_attempts, w.timeout_seconds, w.dedup_key, $14::uuid, w.child_key,
            w.weight,
-           mediamill_turn(w.queue, w.priority, $1)
-               + row_number() OVER (PARTITION BY w.queue, w.priority ORDER BY w.position) - 1,
+           mediamill_hold(
+               mediamill_turn(w.queue, w.priority, $1)
+                   + row_number() OVER (PARTITION BY w.queue, w.priority ORDER BY w.position) - 1,
+               w.delay),
            p.media_id, p.recipe, p.recipe_version, p.generation
     FROM wanted AS w LEFT JOIN jobs AS p ON p.tenant_id = $1 AND p.id = $14
     ON CONFLICT DO NOTHING
@@ -33,6 +35,30 @@ WITH wanted AS (
     SELECT tenant_id, 'job.queued', media_id, id, jsonb_build_object('state', 'queued') FROM born
 )
 SELECT id, queue, priority, turn FROM born
+
+-- name: line_up
+-- Jobs of these queues that held back and are due, up to $2 of each, join the line: one that ran
+-- before with the turn that it had, another at the end of its tenant's. The caller publishes tickets.
+WITH due AS MATERIALIZED (
+    SELECT j.* FROM unnest($1::text[]) AS q (queue)
+    CROSS JOIN LATERAL (
+        SELECT tenant_id, id, attempt, run_at FROM jobs
+        WHERE queue = q.queue AND state = 'queued' AND turn >= mediamill_later() AND run_at <= now()
+        ORDER BY run_at
+        LIMIT $2
+        FOR UPDATE SKIP LOCKED
+    ) AS j
+), placed AS (
+    SELECT tenant_id, id, attempt,
+           row_number() OVER (PARTITION BY tenant_id, attempt = 0 ORDER BY run_at, id) - 1 AS place
+    FROM due
+)
+UPDATE jobs AS j
+SET turn = CASE WHEN p.attempt > 0 THEN mediamill_hold(j.turn, '0')
+                ELSE mediamill_turn(j.queue, j.priority, j.tenant_id) + p.place END
+FROM placed AS p
+WHERE j.tenant_id = p.tenant_id AND j.id = p.id
+RETURNING j.tenant_id, j.id, j.queue, j.priority, j.turn
 
 -- name: duplicate
 -- The live job that holds a dedup key.
@@ -47,7 +73,7 @@ WITH claimed AS (
     UPDATE jobs AS j
     SET state = 'processing', attempt = j.attempt + 1, fence = j.fence + 1, worker = $3,
         lease_until = now() + $4::interval, stage = NULL, progress = coalesce(j.progress, 0),
-        detail = NULL, error = NULL,
+        detail = NULL, error = NULL, turn = mediamill_hold(j.turn, '0'),
         started_at = now(), version = j.version + 1
     FROM unnest($1::text[], $2::uuid[], $5::text[]) AS ticket (tenant_id, id, queue)
     WHERE j.tenant_id = ticket.tenant_id AND j.id = ticket.id AND j.queue = ticket.queue
@@ -86,7 +112,7 @@ FROM claimed AS c
 
 -- name: unclaimed
 -- Those of the given jobs that wait and are due, but that this worker left alone.
-SELECT j.tenant_id, j.id, j.queue, j.priority, j.turn, j.kind
+SELECT j.tenant_id, j.id, j.queue, j.priority, j.turn, j.kind, j.schema_version
 FROM jobs AS j
 JOIN unnest($1::text[], $2::uuid[], $3::text[]) AS ticket (tenant_id, id, queue)
   ON j.tenant_id = ticket.tenant_id AND j.id = ticket.id AND j.queue = ticket.queue
@@ -282,10 +308,12 @@ SELECT CASE WHEN NOT superseded THEN parent_id END AS parent_id FROM ended
 -- name: requeue
 -- moves: job processing -> queued, media processing -> queued
 -- $4 error or NULL, $5 delay, $6 crashes, $7 resource failures, $8 attempts to give back (0 or 1),
--- $9 new queue or NULL, $10 new kind or NULL, $11 reason, $12 outcome. The caller publishes the ticket.
+-- $9 new queue or NULL, $10 new kind or NULL, $11 reason, $12 outcome. The caller publishes the ticket
+-- of one that does not hold back; that one keeps its turn for later.
 WITH back AS (
     UPDATE jobs
     SET state = 'queued', error = $4, run_at = now() + $5::interval, queued_at = now(),
+        turn = mediamill_hold(turn, $5),
         crashes = crashes + $6, resource_failures = resource_failures + $7,
         attempt = attempt - $8, queue = coalesce($9, queue), kind = coalesce($10, kind),
         stage = NULL, progress = NULL, lease_until = NULL, version = version + 1
@@ -518,7 +546,8 @@ WITH back AS (
     SET state = 'queued', attempt = 0, crashes = 0, resource_failures = 0, dead_letter = false,
         error = NULL, queued_at = now(), finished_at = NULL, expires_at = NULL,
         progress = NULL, cancel_requested = false, generation = $3, discarded_at = NULL,
-        run_at = now() + $4::interval, turn = mediamill_turn(queue, priority, tenant_id),
+        run_at = now() + $4::interval,
+        turn = mediamill_hold(mediamill_turn(queue, priority, tenant_id), $4),
         version = version + 1
     WHERE tenant_id = $1 AND id = $2 AND state = 'failed'
       AND NOT EXISTS (SELECT 1 FROM jobs AS live
@@ -596,10 +625,10 @@ WHERE tenant_id = $1 AND id = $2 AND fence = $3 AND state = 'processing'
 FOR SHARE
 
 -- name: list
--- Newest first, below the cursor $2; filters that are NULL do not count.
+-- Newest first, from the id $2 down to $10; filters that are NULL do not count.
 SELECT * FROM jobs
 WHERE tenant_id = $1
-  AND ($2::uuid IS NULL OR id < $2)
+  AND id BETWEEN $10 AND $2
   AND ($3::text[] IS NULL OR state = ANY($3))
   AND ($4::text IS NULL OR kind = $4)
   AND ($5::text IS NULL OR queue = $5)

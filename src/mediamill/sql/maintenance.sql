@@ -37,6 +37,7 @@ CROSS JOIN LATERAL (
     SELECT tenant_id, id, queue, priority, turn FROM jobs
     WHERE queue = q.queue AND state = 'queued'
       AND run_at < now() - $2::interval AND queued_at < now() - $2::interval
+      AND turn < mediamill_later()
     ORDER BY priority DESC, turn, id
     LIMIT $3
 ) AS j

@@ -86,6 +86,8 @@ WITH expired AS (
 ), condemned AS (
     INSERT INTO erasures (tenant_id, media_id) SELECT tenant_id, id FROM expired
     ON CONFLICT DO NOTHING
+), unread AS (
+    DELETE FROM sidecars AS c USING expired AS x WHERE c.tenant_id = x.tenant_id AND c.media_id = x.id
 )
 SELECT 1 FROM expired
 
@@ -266,14 +268,13 @@ SELECT id, kind, filename, content_type, size, sha256, upload_key, object_versio
 FROM media WHERE tenant_id = $1 AND id = $2
 
 -- name: list
--- Newest first (ids sort by time), below the cursor $2 when there is one; filters that are NULL do not
--- count.
+-- Newest first (ids sort by time), from the id $2 down to $10; filters that are NULL do not count.
 SELECT id, state, kind, filename, content_type, size, detected_type, width, height,
        duration_seconds, recipe, recipe_version, generation, error, created_at, state_at, expires_at,
        preview, version
 FROM media
 WHERE tenant_id = $1 AND deleted_at IS NULL
-  AND ($2::uuid IS NULL OR id < $2)
+  AND id BETWEEN $10 AND $2
   AND ($3::text[] IS NULL OR state = ANY($3))
   AND ($4::text IS NULL OR kind = $4)
   AND ($5::text IS NULL OR recipe = $5)
@@ -294,6 +295,8 @@ WITH gone AS (
 ), condemned AS (
     INSERT INTO erasures (tenant_id, media_id) SELECT tenant_id, id FROM gone
     ON CONFLICT DO NOTHING
+), unread AS (
+    DELETE FROM sidecars AS c USING gone AS g WHERE c.tenant_id = g.tenant_id AND c.media_id = g.id
 ), forgotten AS (
     UPDATE idempotency AS i SET body = NULL, location = NULL
     FROM gone AS g
