@@ -184,15 +184,13 @@ def test_the_list_of_commands_says_what_each_says_itself() -> None:
         assert command.name == name
         own = " ".join((command.help or "").split())
         assert own.lower().startswith(says.split(",")[0].rstrip(".").lower()), (says, own)
-    below = {
-        inner
-        for group in listed
-        if isinstance(group, click.Group)
-        for inner in group.commands.values()
-    }
+    reached: list[click.Command | None] = list(listed)
+    for command in reached:
+        if isinstance(command, click.Group):
+            reached += command.commands.values()
     for module in {module for module, _ in COMMANDS.values()}:
         found = vars(import_module(f"mediamill.cli.{module}")).values()
-        assert {c for c in found if isinstance(c, click.Command)} <= listed | below
+        assert {c for c in found if isinstance(c, click.Command)} <= set(reached)
 
 
 def test_every_exit_code_is_explained_in_the_documentation() -> None:
@@ -225,6 +223,21 @@ async def test_files_are_submitted_and_shown_in_every_form(
     assert body["metadata"] == {"album": "x"}
     assert "queued" in (await cli("media", "timeline", made[0])).stdout
     await cli("submit", str(tmp_path / "none.jpg"), exit_code=Exit.USAGE)
+
+
+async def test_subtitles_lie_beside_a_film(served: Served, cli: Run, tmp_path: Path) -> None:
+    body = await served.api.queued()
+    srt = tmp_path / "film.srt"
+    srt.write_bytes("1\n00:00:01,000 --> 00:00:02,000\nПривет, мир\n".encode("windows-1251"))
+    await cli("media", "subtitles", "add", body["id"], "ru", str(srt), "--label", "Russian")
+    listed = json.loads((await cli("media", "subtitles", "list", body["id"], "-o", "json")).stdout)
+    assert [(s["language"], s["label"], s["charset"], s["cues"]) for s in listed] == [
+        ("ru", "Russian", "windows-1251", 1)
+    ]
+    srt.write_bytes(b"no subtitles")
+    await cli("media", "subtitles", "add", body["id"], "ru", str(srt), exit_code=Exit.USAGE)
+    await cli("media", "subtitles", "remove", body["id"], "ru")
+    await cli("media", "subtitles", "remove", body["id"], "ru", exit_code=Exit.NOT_FOUND)
 
 
 async def test_the_exit_code_says_what_helps(

@@ -67,6 +67,11 @@ CAUSES: Final[dict[Code, Cause]] = {
         "Following such references would let a file read what its owner may not.",
         "The file is a playlist that points to other files.",
     ),
+    Code.UNKNOWN_ENCODING: Cause(
+        "A file of subtitles is not UTF-8, does not say what it is, and does not read as the old "
+        "code page of its language either.",
+        "It is neither UTF-8 nor windows-1251, the old page of ru.",
+    ),
     Code.RESOURCE_LIMIT: Cause(
         "The file has more pixels, frames, seconds, streams or bytes than the settings or the "
         "recipe allow. That is found before it is decoded, so that a bomb costs nothing.",

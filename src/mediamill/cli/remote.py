@@ -224,7 +224,9 @@ def exit_code(error: Exception) -> Exit:
 
 def _id(item: Model | Row) -> str:
     shown = item.as_dict()
-    return str(next((shown[name] for name in ("id", "queue", "name") if shown.get(name)), ""))
+    return str(
+        next((shown[name] for name in ("id", "queue", "name", "language") if shown.get(name)), "")
+    )
 
 
 def _text(value: Any) -> str:

@@ -27,6 +27,13 @@ _JOB_COLUMNS: Final[dict[str, Any]] = {
     "age": lambda j: ago(j.created_at),
     "error": lambda j: (j.error or {}).get("code"),
 }
+_SUBTITLES_COLUMNS: Final[dict[str, Any]] = {
+    "language": lambda s: s.language,
+    "label": lambda s: s.label,
+    "format": lambda s: s.format,
+    "charset": lambda s: s.charset,
+    "cues": lambda s: s.cues,
+}
 _CANARIES: Final = (1, 10)
 _CANARY_SECONDS: Final = 3600.0
 
@@ -121,6 +128,43 @@ def media_delete(client: Client, out: Out, *, ids: tuple[str, ...], yes: bool) -
     for id in ids:
         client.media.delete(id)
         say(f"{id} is deleted")
+
+
+@media.group("subtitles")
+def media_subtitles() -> None:
+    """Files of subtitles beside a film."""
+
+
+@media_subtitles.command("list")
+@click.argument("id", shell_complete=offered("media"))
+@remote
+def media_subtitles_list(client: Client, out: Out, *, id: str) -> None:
+    """List them, by language."""
+    out.many(client.media.subtitles(id), _SUBTITLES_COLUMNS)
+
+
+@media_subtitles.command("add")
+@click.argument("id", shell_complete=offered("media"))
+@click.argument("language")
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--label", help="What a player shows for them.")
+@remote
+def media_subtitles_add(
+    client: Client, out: Out, *, id: str, language: str, file: Path, label: str | None
+) -> None:
+    """Lay a file (SubRip or WebVTT) beside a film; the next processing publishes it."""
+    made = client.media.add_subtitles(id, language, file.read_bytes(), label=label)
+    out.many([made], _SUBTITLES_COLUMNS)
+
+
+@media_subtitles.command("remove")
+@click.argument("id", shell_complete=offered("media"))
+@click.argument("language")
+@remote
+def media_subtitles_remove(client: Client, out: Out, *, id: str, language: str) -> None:
+    """Take one away."""
+    client.media.remove_subtitles(id, language)
+    say(f"{language} is removed")
 
 
 @media.command("timeline")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -23,13 +24,14 @@ from mediamill.client.models import (
     Replayed,
     Slot,
     StreamUrl,
+    Subtitles,
     Timeline,
     UploadToken,
     Verdict,
     Worker,
 )
 from mediamill.client.place import place
-from mediamill.client.steps import Source
+from mediamill.client.steps import Slice, Source
 
 
 class Client:
@@ -324,6 +326,40 @@ class MediaCalls(_Part):
         return self._driver.iterate(
             self._call.follow(path("media", media, "events"), types=None, after=after)
         )
+
+    def add_subtitles(
+        self,
+        media: str | Media,
+        language: str,
+        text: str | bytes,
+        *,
+        label: str | None = None,
+    ) -> Subtitles:
+        """Lay a file of subtitles (SubRip or WebVTT) beside a film, in place of an earlier one of
+        that language (BCP 47, such as `pt-br`). The next processing publishes it.
+
+        Bytes may be in the old code page of the language. Raises Problem.
+        """
+        raw = text.encode() if isinstance(text, str) else text
+        charset = "; charset=utf-8" if isinstance(text, str) else ""
+        return self._driver.run(
+            self._call.one(
+                Subtitles,
+                "PUT",
+                path("media", media, "subtitles", language),
+                query={"label": label},
+                headers={"Content-Type": f"text/plain{charset}"},
+                body=Slice(Source(raw), 0, len(raw)),
+            )
+        )
+
+    def subtitles(self, media: str | Media) -> builtins.list[Subtitles]:
+        """The files of subtitles beside a film, by language."""
+        return self._driver.run(self._call.all(Subtitles, path("media", media, "subtitles")))
+
+    def remove_subtitles(self, media: str | Media, language: str) -> None:
+        """Take one away; what was published from it stays until the next processing."""
+        self._driver.run(self._call.ask("DELETE", path("media", media, "subtitles", language)))
 
     def download(self, media: str | Media, name: str, into: str | Path) -> Path:
         """Write a variant to a file (or into a folder), checked against the manifest."""

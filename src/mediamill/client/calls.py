@@ -459,4 +459,5 @@ def reference(subject: str | Model) -> str:
 
 
 def path(kind: str, subject: str | Media | Job | Model, *rest: str) -> str:
-    return "/".join(["/v1", kind, quote(reference(subject), safe=""), *rest])
+    parts = [quote(part, safe="") for part in (reference(subject), *rest)]
+    return "/".join(["/v1", kind, *parts])

@@ -123,6 +123,18 @@ class Slot(Media):
     upload: Upload
 
 
+class Subtitles(Model):
+    """A file of subtitles beside a film; `charset` is what its bytes were taken for."""
+
+    language: str
+    label: str | None = None
+    format: str
+    charset: str
+    cues: int
+    bytes: int
+    created_at: datetime
+
+
 class UploadToken(Model):
     """Lets a browser upload; `companion_url` is what Uppy takes as its endpoint."""
 
