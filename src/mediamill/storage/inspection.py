@@ -21,7 +21,8 @@ from botocore.auth import S3SigV4PostAuth
 from botocore.awsrequest import AWSRequest
 
 from mediamill.failures import Failure
-from mediamill.storage.s3 import Refusal, Wire, is_versioned, keeps_objects
+from mediamill.storage.bucket import Refusal
+from mediamill.storage.s3 import Wire, is_versioned, keeps_objects
 
 _AREA: Final = "uploads/mediamill-doctor"
 _BODY: Final = b"mediamill storage doctor\n"
