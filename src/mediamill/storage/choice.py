@@ -34,6 +34,14 @@ async def open_storage(
             except ImportError as error:
                 raise missing("s3", error) from None
             return await s3.open_s3(s3.place(settings), installation, may_be_new=may_be_new)
+        case "azure":
+            try:
+                from mediamill.storage import azure
+            except ImportError as error:
+                raise missing("azure", error) from None
+            return await azure.open_azure(
+                azure.place(settings), installation, may_be_new=may_be_new
+            )
 
 
 def missing(extra: str, error: ImportError) -> StorageRefused:
