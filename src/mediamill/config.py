@@ -30,6 +30,7 @@ QUEUES: Final = ("image", "video", "audio", "default", "webhook", "maintenance")
 _NEEDED: Final = {
     "local": (),
     "s3": ("s3_bucket",),
+    "gcs": ("gcs_bucket",),
     "azure": ("azure_container", "azure_account", "azure_account_key"),
 }
 """What each storage cannot do without."""
@@ -83,7 +84,7 @@ class Settings(BaseSettings):
     host: str = Field()
     port: int = Field(ge=0, le=65535)
     public_url: str | None = None
-    storage: Literal["local", "s3", "azure"] = Field()
+    storage: Literal["local", "s3", "gcs", "azure"] = Field()
     s3_bucket: str | None = None
     s3_region: str = Field()
     s3_endpoint: str | None = None
@@ -91,6 +92,10 @@ class Settings(BaseSettings):
     s3_virtual_host: bool = Field()
     s3_access_key_id: str | None = None
     s3_secret_access_key: str | None = None
+    gcs_bucket: str | None = None
+    gcs_credentials_file: Path | None = None
+    gcs_endpoint: str | None = None
+    gcs_public_endpoint: str | None = None
     azure_container: str | None = None
     azure_account: str | None = None
     azure_account_key: str | None = None
@@ -155,7 +160,7 @@ class Settings(BaseSettings):
     idempotency_seconds: int = Field(ge=60)
     log_level: Literal["debug", "info", "warning", "error"] = Field()
 
-    @field_validator("data_dir", "recipes_dir")
+    @field_validator("data_dir", "recipes_dir", "gcs_credentials_file")
     @classmethod
     def _absolute(cls, value: Path | None) -> Path | None:
         return value and value.expanduser().absolute()
@@ -164,6 +169,8 @@ class Settings(BaseSettings):
         "public_url",
         "s3_endpoint",
         "s3_public_endpoint",
+        "gcs_endpoint",
+        "gcs_public_endpoint",
         "azure_endpoint",
         "azure_public_endpoint",
     )
@@ -241,6 +248,8 @@ class Settings(BaseSettings):
         match self.storage:
             case "s3":
                 return self.s3_bucket
+            case "gcs":
+                return self.gcs_bucket
             case "azure":
                 return self.azure_container
             case _:

@@ -61,7 +61,6 @@ from mediamill.storage.bucket import (
 
 _BEGUN: Final = "parts"  # parts/<key>/<upload> stands for an object in parts
 _SIGNED_NONCE: Final = "0" * 16  # of blocks that clients store; ours have one each
-_AT_ONCE: Final = 16
 _COPY_LIFE: Final = timedelta(hours=24)
 _COPY_LOOK_SECONDS: Final = 0.5
 
@@ -201,25 +200,15 @@ class AzureStorage(Bucket):
             await self._delete_keys([key])
             raise Failure(Code.STORAGE_UNAVAILABLE, "The storage gave a copy up.")
 
-    async def _delete_keys(self, keys: list[str]) -> int:
-        limit = asyncio.Semaphore(_AT_ONCE)
-
-        async def one(key: str) -> bool:
-            async with limit:
-                return await self._remove(key)
-
-        return sum(await asyncio.gather(*(one(key) for key in keys)))
-
-    async def _remove(self, key: str, **headers: str) -> bool:
-        """Whether there was one."""
-        given = {"x-ms-delete-snapshots": "include", **headers}
-        try:
-            await self.wire.send("DELETE", key, headers=given)
-        except Refusal as refusal:
-            if refusal.status in (404, 412):
-                return False
-            raise meaning(refusal, key) from refusal
-        return True
+    async def _remove(
+        self,
+        key: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> bool:
+        given = {"x-ms-delete-snapshots": "include", **(headers or {})}
+        return await super()._remove(key, query=query, headers=given)
 
     async def _uploads(self, prefix: str) -> AsyncIterator[tuple[str, str, float]]:
         area = f"{_BEGUN}/{prefix}" if prefix else _BEGUN
@@ -301,7 +290,7 @@ class AzureStorage(Bucket):
                 if not isinstance(meant, AlreadyStored):
                     raise meant from refusal
             else:
-                await self._remove(key, **{"If-Match": answer.headers["etag"]})
+                await self._remove(key, headers={"If-Match": answer.headers["etag"]})
         await self._remove(_sign_of(key, upload))
 
     async def _commit(self, key: str, blocks: Sequence[str], content_type: str) -> httpx.Response:

@@ -59,6 +59,7 @@ _SMALL_BYTES: Final = 8 << 20  # stored by one request out of memory
 _PART_BYTES: Final = 16 << 20
 _MEMORY_BYTES: Final = 1 << 20  # of a part on its way in; what is more waits on disk
 _AT_ONCE: Final = 4
+_DELETES_AT_ONCE: Final = 16
 _CHUNK: Final = 1 << 20
 _CONNECT_SECONDS: Final = 3.0
 _IDLE_SECONDS: Final = 30.0
@@ -337,9 +338,30 @@ class Bucket(ABC):
         return count
 
     async def _delete_keys(self, keys: list[str]) -> int:
-        """Remove these; how many this call removed, where the vendor tells."""
-        await obstore.delete_async(self._store, keys if len(keys) > 1 else keys[0])
-        return len(keys)
+        """Remove these; how many there were, where the vendor tells."""
+        limit = asyncio.Semaphore(_DELETES_AT_ONCE)
+
+        async def one(key: str) -> bool:
+            async with limit:
+                return await self._remove(key)
+
+        return sum(await asyncio.gather(*(one(key) for key in keys)))
+
+    async def _remove(
+        self,
+        key: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> bool:
+        """Remove one; whether there was one."""
+        try:
+            await self.wire.send("DELETE", key, query=query, headers=headers)
+        except Refusal as refusal:
+            if refusal.status in (404, 412):
+                return False
+            raise meaning(refusal, key) from refusal
+        return True
 
     async def list(self, prefix: str) -> list[str]:
         # By objects: some servers go on naming a common prefix after its last object is gone.

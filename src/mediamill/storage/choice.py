@@ -34,6 +34,12 @@ async def open_storage(
             except ImportError as error:
                 raise missing("s3", error) from None
             return await s3.open_s3(s3.place(settings), installation, may_be_new=may_be_new)
+        case "gcs":
+            try:
+                from mediamill.storage import gcs
+            except ImportError as error:
+                raise missing("gcs", error) from None
+            return await gcs.open_gcs(gcs.place(settings), installation, may_be_new=may_be_new)
         case "azure":
             try:
                 from mediamill.storage import azure

@@ -17,6 +17,7 @@ from uuid import UUID
 from xml.sax.saxutils import escape
 
 import httpx2 as httpx
+import obstore
 from botocore.auth import S3SigV4QueryAuth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
@@ -213,6 +214,10 @@ class S3Storage(Bucket):
         if self.abilities.versioned:
             return await self._delete_versions(prefix)
         return await super()._delete_objects(prefix)
+
+    async def _delete_keys(self, keys: list[str]) -> int:
+        await obstore.delete_async(self._store, keys if len(keys) > 1 else keys[0])
+        return len(keys)
 
     async def _delete_versions(self, prefix: str) -> int:
         """Also the versions that a plain deletion leaves; returns how many objects were live."""
