@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -38,6 +39,14 @@ class Careless(BaseHTTPRequestHandler):
             return
         self._answer(200, self.objects.get(path, b"<ListBucketResult/>"))
 
+    def do_HEAD(self) -> None:
+        there = self.path.partition("?")[0] in self.objects
+        self.send_response(200 if there else 404)
+        self.send_header("Content-Length", "0")
+        self.send_header("ETag", '"x"')
+        self.send_header("Last-Modified", "Sun, 29 Nov 2026 12:00:00 GMT")
+        self.end_headers()
+
     def do_DELETE(self) -> None:
         self.objects.pop(self.path.partition("?")[0], None)
         self._answer(204, b"")
@@ -55,17 +64,27 @@ class Careless(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def careless() -> Iterator[tuple[str, dict[str, bytes]]]:
+@contextmanager
+def careless_server(handler: type[Careless]) -> Iterator[tuple[str, dict[str, bytes]]]:
+    """Where one of these listens, and what it has."""
     objects: dict[str, bytes] = {}
-    handler = type("Handler", (Careless,), {"objects": objects})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server = ThreadingHTTPServer(
+        ("127.0.0.1", 0), type("Handler", (handler,), {"objects": objects})
+    )
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    yield f"http://127.0.0.1:{server.server_port}", objects
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", objects
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@pytest.fixture
+def careless() -> Iterator[tuple[str, dict[str, bytes]]]:
+    with careless_server(Careless) as running:
+        yield running
 
 
 def doctor(tmp_path: Path, **settings: object) -> tuple[int, dict[str, str]]:

@@ -22,6 +22,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final, TypeVar
@@ -43,6 +44,7 @@ from mediamill.storage import (
     Part,
     PartReceiver,
     Receiver,
+    SignedForm,
     SignedRequest,
     StorageRefused,
     Stored,
@@ -53,6 +55,7 @@ T = TypeVar("T")
 
 MARKER: Final = "mediamill-storage"
 """The object that names the installation to which a bucket belongs."""
+_PROBED: Final = "uploads/mediamill-probe"
 BINARY: Final = "application/octet-stream"
 _OWN_SECONDS: Final = 900.0  # life of the requests that we sign for ourselves
 _SMALL_BYTES: Final = 8 << 20  # stored by one request out of memory
@@ -78,6 +81,18 @@ class Refusal(Exception):
         super().__init__(f"{status} {code}")
         self.status = status
         self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """What a form is answered that is right, and one whose file is too long; 0 without forms."""
+
+    right: int
+    longer: int
+
+    @property
+    def held(self) -> bool:
+        return 200 <= self.right < 300 and 400 <= self.longer < 500
 
 
 class Wire(ABC):
@@ -135,16 +150,30 @@ class Wire(ABC):
         signed = self.sign(
             method, key, expires_at=expires_at, query=query, headers=headers, public=False
         )
-        if self._client is None:
-            timeout = httpx.Timeout(_IDLE_SECONDS, connect=_CONNECT_SECONDS)
-            self._client = httpx.AsyncClient(timeout=timeout, trust_env=False)
         try:
-            answer = await self._client.request(
+            answer = await self._connections().request(
                 method, signed.url, headers=dict(signed.headers), content=content
             )
         except httpx.HTTPError as error:
             raise Failure(Code.STORAGE_UNAVAILABLE) from error
         return _checked(answer)
+
+    async def post(self, form: SignedForm, size: int) -> int:
+        """Send a form with a file of that size; the status. Raises Failure."""
+        file = {"file": ("probe", b"x" * size, BINARY)}
+        try:
+            answer = await self._connections().post(form.url, data=form.fields, files=file)
+        except httpx.HTTPError as error:
+            raise Failure(Code.STORAGE_UNAVAILABLE) from error
+        if answer.status_code >= 500 and answer.status_code != 501:
+            raise Failure(Code.STORAGE_UNAVAILABLE)
+        return answer.status_code
+
+    def _connections(self) -> httpx.AsyncClient:
+        if self._client is None:
+            timeout = httpx.Timeout(_IDLE_SECONDS, connect=_CONNECT_SECONDS)
+            self._client = httpx.AsyncClient(timeout=timeout, trust_env=False)
+        return self._client
 
     async def close(self) -> None:
         if self._client is not None:
@@ -160,6 +189,7 @@ class Bucket(ABC):
     def __init__(self, wire: Wire, store: ObjectStore) -> None:
         self.wire = wire
         self._store = store
+        self._holds_forms: bool | None = None
 
     # What a vendor says.
 
@@ -190,6 +220,13 @@ class Bucket(ABC):
 
     @abstractmethod
     async def abort_parts(self, key: str, upload: str) -> None: ...
+
+    def form(
+        self, key: str, *, content_type: str, most: int, expires_at: datetime, public: bool = True
+    ) -> SignedForm | None:
+        """A form as the vendor has it, whether or not this bucket holds to it; None if it has
+        none."""
+        return None
 
     # What all do alike.
 
@@ -372,6 +409,28 @@ class Bucket(ABC):
                 below = (entry["path"].removeprefix(f"{prefix}/") for entry in batch)
                 names |= {path.partition("/")[0] for path in below}
         return sorted(names)
+
+    async def sign_form(
+        self, key: str, *, content_type: str, most: int, expires_at: datetime
+    ) -> SignedForm | None:
+        made = self.form(checked_key(key), content_type=content_type, most=most,
+                         expires_at=expires_at)  # fmt: skip
+        if made is not None and self._holds_forms is None:
+            self._holds_forms = (await self.try_form()).held
+        return made if self._holds_forms else None
+
+    async def try_form(self) -> Tried:
+        """Find out what this bucket makes of a form, with objects that are removed again."""
+        key = f"{_PROBED}/{secrets.token_hex(8)}"
+        expires_at = datetime.now(UTC) + timedelta(seconds=_OWN_SECONDS)
+        made = self.form(key, content_type=BINARY, most=8, expires_at=expires_at, public=False)
+        if made is None:
+            return Tried(0, 0)
+        try:
+            longer, right = [await self.wire.post(made, size) for size in (9, 8)]
+        finally:
+            await self.delete(key)
+        return Tried(right, longer)
 
     async def receive(self, key: str) -> Receiver:
         checked_key(key)

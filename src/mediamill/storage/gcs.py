@@ -33,6 +33,7 @@ from mediamill.failures import Code, Failure
 from mediamill.storage import (
     AlreadyStored,
     Part,
+    SignedForm,
     SignedRequest,
     StorageRefused,
     Stored,
@@ -283,6 +284,19 @@ class GcsStorage(Bucket):
             **_NEW,
         }
         return self.wire.sign("PUT", checked_key(key), expires_at=expires_at, headers=headers)
+
+    def form(
+        self, key: str, *, content_type: str, most: int, expires_at: datetime, public: bool = True
+    ) -> SignedForm:
+        wire = self.wire
+        signed = wire.client.generate_signed_post_policy_v4(
+            wire.place.bucket,
+            key,
+            expires_at,
+            conditions=[["content-length-range", 1, most]],
+            fields={"Content-Type": content_type},
+        )
+        return SignedForm(f"{wire.address('', public=public)}/", signed["fields"], expires_at)
 
     def sign_get(
         self,

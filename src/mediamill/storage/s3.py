@@ -18,7 +18,7 @@ from xml.sax.saxutils import escape
 
 import httpx2 as httpx
 import obstore
-from botocore.auth import S3SigV4QueryAuth
+from botocore.auth import S3SigV4PostAuth, S3SigV4QueryAuth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 from botocore.session import Session
@@ -32,6 +32,7 @@ from mediamill.failures import Code, Failure
 from mediamill.storage import (
     AlreadyStored,
     Part,
+    SignedForm,
     SignedRequest,
     StorageRefused,
     Stored,
@@ -385,6 +386,27 @@ class S3Storage(Bucket):
             headers["x-amz-checksum-sha256"] = base64.b64encode(bytes.fromhex(sha256)).decode()
         return self.wire.sign("PUT", checked_key(key), expires_at=expires_at, headers=headers)
 
+    def form(
+        self, key: str, *, content_type: str, most: int, expires_at: datetime, public: bool = True
+    ) -> SignedForm:
+        place = self.wire.place
+        request = AWSRequest(method="POST", url=self.wire.address("", public=public))
+        request.context["s3-presign-post-fields"] = {}
+        request.context["s3-presign-post-policy"] = {
+            "expiration": expires_at.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "conditions": [
+                {"bucket": place.bucket},
+                {"key": key},
+                {"Content-Type": content_type},
+                ["content-length-range", 1, most],
+            ],
+        }
+        frozen = self.wire.credentials.get_frozen_credentials()
+        S3SigV4PostAuth(frozen, "s3", place.region).add_auth(request)
+        signed = request.context["s3-presign-post-fields"]
+        fields = {"key": key, "Content-Type": content_type, **signed}
+        return SignedForm(request.url, fields, expires_at)
+
     def sign_get(
         self,
         key: str,
@@ -443,7 +465,7 @@ async def _open(wire: Wire, installation: UUID, *, may_be_new: bool) -> S3Storag
         conditional_put=await keeps_objects(wire, MARKER, content),
         versioned=await is_versioned(wire),
     )
-    return S3Storage(wire, _store(wire), abilities)
+    return S3Storage(wire, data_plane(wire), abilities)
 
 
 async def keeps_objects(wire: Wire, key: str, content: bytes) -> bool:
@@ -470,7 +492,8 @@ async def is_versioned(wire: Wire) -> bool:
     return text(parsed(answer), "Status") in ("Enabled", "Suspended")
 
 
-def _store(wire: Wire) -> S3Store:
+def data_plane(wire: Wire) -> S3Store:
+    """How objects of this bucket are read and listed."""
     place = wire.place
     endpoint = place.endpoint or f"https://s3.{place.region}.amazonaws.com"
     if place.virtual_host:
