@@ -16,7 +16,7 @@ from mediamill import __version__, db, embedded, sandbox, tools
 from mediamill.config import Settings
 from mediamill.failures import Failure
 from mediamill.storage import StorageRefused
-from mediamill.storage.choice import missing
+from mediamill.storage.choice import open_for_inspection
 
 _FREE_BYTES = 2 << 30
 _NEEDED_ENCODERS = ("libx264", "aac", "png")
@@ -52,27 +52,24 @@ async def run(settings: Settings) -> int:
 
 async def run_storage(settings: Settings, origin: str | None) -> int:
     """Print what the bucket enforces; 1 if it must not be used like this."""
-    if settings.storage == "local":
-        click.echo(f"  ✓ local disk                 {settings.objects_dir}; the API enforces all")
-        return 0
     try:
-        from mediamill.storage import s3
-        from mediamill.storage.inspection import Inspection
-    except ImportError as error:
-        raise click.ClickException(str(missing(settings.storage, error))) from None
-    try:
-        wire = s3.Wire(s3.place(settings))
+        bucket = await open_for_inspection(settings)
     except StorageRefused as error:
         raise click.ClickException(str(error)) from None
-    click.echo(f"bucket {wire.place.bucket}   {wire.address('', public=False)}")
+    if bucket is None:
+        click.echo(f"  ✓ local disk                 {settings.objects_dir}; the API enforces all")
+        return 0
+    from mediamill.storage.inspection import Inspection
+
+    click.echo(f"bucket {settings.bucket}   {bucket.wire.address('', public=False)}")
     bad = False
-    async for finding in Inspection(wire, origin or settings.base_url).run():
+    async for finding in Inspection(bucket, origin or settings.base_url).run():
         mark = {True: "✓", False: "✗", None: "·"}[finding.ok]
         click.echo(f"  {mark} {finding.name:<26} {finding.detail}")
         if finding.ok is not True and finding.remedy:
             click.echo(f"      → {finding.remedy}")
         bad = bad or finding.ok is False
-    await wire.close()
+    await bucket.close()
     return int(bad)
 
 

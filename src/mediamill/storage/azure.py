@@ -22,8 +22,11 @@ from uuid import UUID
 import httpx2 as httpx
 import obstore
 from azure.storage.blob import (
+    AccountSasPermissions,
     BlobSasPermissions,
     ContainerSasPermissions,
+    ResourceTypes,
+    generate_account_sas,
     generate_blob_sas,
     generate_container_sas,
 )
@@ -45,6 +48,7 @@ from mediamill.storage import (
 )
 from mediamill.storage.bucket import (
     Bucket,
+    Kept,
     Refusal,
     Spool,
     claim,
@@ -61,6 +65,7 @@ from mediamill.storage.bucket import (
 
 _BEGUN: Final = "parts"  # parts/<key>/<upload> stands for an object in parts
 _SIGNED_NONCE: Final = "0" * 16  # of blocks that clients store; ours have one each
+_ASK_LIFE: Final = timedelta(minutes=10)
 _COPY_LIFE: Final = timedelta(hours=24)
 _COPY_LOOK_SECONDS: Final = 0.5
 
@@ -98,6 +103,12 @@ class Wire(bucket.Wire):
     """Requests to one container, with signatures that grant as little as will do."""
 
     object_headers: Mapping[str, str] = {"x-ms-blob-type": "BlockBlob"}
+    list_query: Mapping[str, str] = {
+        "restype": "container",
+        "comp": "list",
+        "maxresults": "1",
+    }
+    unbound = frozenset({"exact length", "exact type"})
 
     def __init__(self, place: Place) -> None:
         super().__init__()
@@ -162,6 +173,10 @@ class Wire(bucket.Wire):
         asked = f"{urlencode(query, quote_via=quote)}&" if query else ""
         return SignedRequest(method, f"{address}?{asked}{token}", dict(headers or {}), expires_at)
 
+    async def ask(self, path: str) -> httpx.Response:
+        """Ask for what belongs to the account. Raises Refusal, Failure."""
+        return await self.send_as_is("GET", f"{self.place.base(public=False)}{path}")
+
     def address(self, key: str, *, public: bool) -> str:
         whole = f"{self.place.base(public=public)}/{self.place.container}"
         return f"{whole}/{quote(key)}" if key else whole
@@ -217,6 +232,40 @@ class AzureStorage(Bucket):
                 for entry in batch:
                     key, _, upload = entry["path"].removeprefix(f"{_BEGUN}/").rpartition("/")
                     yield key, upload, entry["last_modified"].timestamp()
+
+    async def kept_after_deletion(self) -> Kept:
+        place = self.wire.place
+        token = generate_account_sas(
+            place.account,
+            place.account_key,
+            resource_types=ResourceTypes(service=True),
+            permission=AccountSasPermissions(read=True),
+            expiry=datetime.now(UTC) + _ASK_LIFE,
+        )
+        page = parsed(await self.wire.ask(f"/?restype=service&comp=properties&{token}"))
+        for policy in every(page, "DeleteRetentionPolicy"):
+            if text(policy, "Enabled") == "true":
+                days = text(policy, "Days") or "?"
+                return Kept(
+                    False,
+                    f"deleted blobs are kept for {days} days",
+                    "Switch soft delete of blobs off: what is deleted here must be gone.",
+                )
+        return Kept(
+            None,
+            "deleted blobs are not kept; whether old versions are, is not told",
+            "See to it that versioning of blobs is off.",
+        )
+
+    async def tidies_up(self) -> bool:
+        return True  # Azure drops blocks that nobody committed after a week
+
+    def cors_rule(self, origin: str, headers: Sequence[str]) -> str:
+        return (
+            f"az storage cors add --services b --methods GET HEAD PUT --origins {origin} "
+            f"--allowed-headers '{','.join(headers)}' --exposed-headers ETag --max-age 7200 "
+            f"--account-name {self.wire.place.account}"
+        )
 
     # Objects in parts.
 
@@ -388,6 +437,11 @@ class AzureStorage(Bucket):
         )
 
 
+async def unopened(place: Place) -> AzureStorage:
+    """A container that need not belong to anybody, for its inspection. Raises StorageRefused."""
+    return AzureStorage(Wire(place), _data_plane(place))
+
+
 async def open_azure(place: Place, installation: UUID, *, may_be_new: bool = True) -> AzureStorage:
     """The storage of this installation in a container. Raises StorageRefused, Failure."""
     wire = Wire(place)
@@ -399,8 +453,12 @@ async def open_azure(place: Place, installation: UUID, *, may_be_new: bool = Tru
     except BaseException:
         await wire.close()
         raise
+    return AzureStorage(wire, _data_plane(place))
+
+
+def _data_plane(place: Place) -> AzureStore:
     endpoint = place.base(public=False)
-    store = AzureStore(
+    return AzureStore(
         place.container,
         account_name=place.account,
         account_key=place.account_key,
@@ -408,7 +466,6 @@ async def open_azure(place: Place, installation: UUID, *, may_be_new: bool = Tru
         client_options=client_options(endpoint),
         retry_config=retry_config(),
     )
-    return AzureStorage(wire, store)
 
 
 def _sign_of(key: str, upload: str) -> str:

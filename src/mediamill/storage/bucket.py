@@ -25,7 +25,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final, TypeVar
+from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 from urllib.parse import quote
 from uuid import UUID
 from xml.etree import ElementTree
@@ -95,11 +95,23 @@ class Tried:
         return 200 <= self.right < 300 and 400 <= self.longer < 500
 
 
+class Kept(NamedTuple):
+    """What stays of deleted objects: `ok` False if bytes do that we do not remove."""
+
+    ok: bool | None
+    detail: str
+    remedy: str = ""
+
+
 class Wire(ABC):
     """Requests to one bucket, signed by its vendor's library."""
 
     object_headers: Mapping[str, str] = {}
     """What a request that stores a whole object has to say."""
+    list_query: Mapping[str, str] = {"list-type": "2", "max-keys": "1"}
+    """What a request for the list of objects has to ask."""
+    unbound: frozenset[str] = frozenset()
+    """The findings of an inspection that no signature of this vendor can bring about."""
 
     def __init__(self) -> None:
         self._client: httpx.AsyncClient | None = None
@@ -150,9 +162,20 @@ class Wire(ABC):
         signed = self.sign(
             method, key, expires_at=expires_at, query=query, headers=headers, public=False
         )
+        return await self.send_as_is(method, signed.url, headers=signed.headers, content=content)
+
+    async def send_as_is(
+        self,
+        method: str,
+        url: str,
+        *,
+        headers: Mapping[str, str] | None = None,
+        content: bytes | AsyncIterator[bytes] | None = None,
+    ) -> httpx.Response:
+        """Send a request that somebody else has signed. Raises Refusal, Failure."""
         try:
             answer = await self._connections().request(
-                method, signed.url, headers=dict(signed.headers), content=content
+                method, url, headers=dict(headers or {}), content=content
             )
         except httpx.HTTPError as error:
             raise Failure(Code.STORAGE_UNAVAILABLE) from error
@@ -211,6 +234,18 @@ class Bucket(ABC):
         """The objects in parts below a prefix: key, name, and when each began (Unix seconds)."""
 
     @abstractmethod
+    async def kept_after_deletion(self) -> Kept:
+        """Whether deleted bytes stay in the bucket. Raises Refusal, Failure."""
+
+    @abstractmethod
+    async def tidies_up(self) -> bool:
+        """Whether the bucket removes unfinished parts by itself. Raises Refusal, Failure."""
+
+    @abstractmethod
+    def cors_rule(self, origin: str, headers: Sequence[str]) -> str:
+        """The rule that lets pages of an origin send these headers, as the vendor writes it."""
+
+    @abstractmethod
     async def begin_parts(self, key: str, *, content_type: str) -> str: ...
 
     @abstractmethod
@@ -220,6 +255,27 @@ class Bucket(ABC):
 
     @abstractmethod
     async def abort_parts(self, key: str, upload: str) -> None: ...
+
+    @abstractmethod
+    def sign_put(
+        self,
+        key: str,
+        *,
+        content_type: str,
+        size: int,
+        expires_at: datetime,
+        sha256: str | None = None,
+    ) -> SignedRequest: ...
+
+    @abstractmethod
+    def sign_get(
+        self,
+        key: str,
+        *,
+        expires_at: datetime,
+        content_type: str | None = None,
+        filename: str | None = None,
+    ) -> SignedRequest: ...
 
     def form(
         self, key: str, *, content_type: str, most: int, expires_at: datetime, public: bool = True
@@ -345,6 +401,11 @@ class Bucket(ABC):
         except Refusal as refusal:
             raise meaning(refusal, key) from refusal
 
+    async def take_back(self, key: str) -> None:
+        """Remove an object of a probe with all its versions. Needs no thread of obstore, which a
+        command that ends right after could meet in its exit."""
+        await self._remove(key)
+
     async def refuse_taken(self, key: str) -> None:
         """Raises AlreadyStored."""
         if await self.stat(key) is not None:
@@ -429,7 +490,7 @@ class Bucket(ABC):
         try:
             longer, right = [await self.wire.post(made, size) for size in (9, 8)]
         finally:
-            await self.delete(key)
+            await self.take_back(key)
         return Tried(right, longer)
 
     async def receive(self, key: str) -> Receiver:

@@ -7,6 +7,8 @@ there; within a bucket a copy moves no bytes.
 
 from __future__ import annotations
 
+import asyncio
+import json
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from xml.sax.saxutils import escape
 import google.auth
 import httpx2 as httpx
 import obstore
+from google.api_core.exceptions import GoogleAPICallError
 from google.auth.exceptions import GoogleAuthError
 from google.cloud.storage import Client
 from google.oauth2 import service_account
@@ -42,6 +45,7 @@ from mediamill.storage import (
 )
 from mediamill.storage.bucket import (
     Bucket,
+    Kept,
     Refusal,
     Spool,
     claim,
@@ -179,6 +183,43 @@ class GcsStorage(Bucket):
                 for found in batch:
                     key, nonce = _origin(found["path"])
                     yield key, f"{nonce}~", found["last_modified"].timestamp()
+
+    async def kept_after_deletion(self) -> Kept:
+        told = await self._properties()
+        days = (told.soft_delete_policy.retention_duration_seconds or 0) / 86400
+        if days or told.versioning_enabled:
+            kept = "old versions are" if told.versioning_enabled else "deleted objects are"
+            return Kept(
+                False,
+                f"{kept} kept" + (f" for {days:g} days" if days else ""),
+                f"gcloud storage buckets update gs://{self.wire.place.bucket} --clear-soft-delete "
+                "--no-versioning: what is deleted here must be gone.",
+            )
+        return Kept(True, "none are kept")
+
+    async def tidies_up(self) -> bool:
+        rules = (await self._properties()).lifecycle_rules
+        return any(r["action"]["type"] == "AbortIncompleteMultipartUpload" for r in rules)
+
+    async def _properties(self) -> Any:
+        """The bucket as the JSON API tells of it. Raises Refusal, Failure."""
+        try:
+            return await asyncio.to_thread(
+                self.wire.client.get_bucket, self.wire.place.bucket, timeout=10.0, retry=None
+            )
+        except GoogleAPICallError as error:
+            raise Refusal(int(error.code or 500), type(error).__name__) from error
+        except (GoogleAuthError, OSError) as error:
+            raise Failure(Code.STORAGE_UNAVAILABLE) from error
+
+    def cors_rule(self, origin: str, headers: Sequence[str]) -> str:
+        rule = {
+            "origin": [origin],
+            "method": ["GET", "HEAD", "PUT", "POST"],
+            "responseHeader": ["ETag", *headers],
+            "maxAgeSeconds": 7200,
+        }
+        return json.dumps([rule])
 
     # Objects in parts.
 
@@ -327,6 +368,11 @@ class GcsStorage(Bucket):
         joined, query = _part(checked_key(key), upload, number)
         headers = {} if size is None else {"Content-Length": str(size)}
         return self.wire.sign("PUT", joined, expires_at=expires_at, query=query, headers=headers)
+
+
+async def unopened(place: Place) -> GcsStorage:
+    """A bucket that need not belong to anybody, for its inspection. Raises StorageRefused."""
+    return GcsStorage(Wire(place), _store(place))
 
 
 async def open_gcs(place: Place, installation: UUID, *, may_be_new: bool = True) -> GcsStorage:

@@ -7,8 +7,10 @@ its vendor's name.
 from __future__ import annotations
 
 import base64
+import json
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final
@@ -44,6 +46,7 @@ from mediamill.storage.bucket import (
     MARKER,
     TAKEN,
     Bucket,
+    Kept,
     Refusal,
     Spool,
     below,
@@ -61,6 +64,7 @@ from mediamill.storage.bucket import (
 
 _COPY_BYTES: Final = 5 << 30  # the most that one copy request takes
 _COPY_PART_BYTES: Final = 1 << 30
+_NOT_THERE: Final = frozenset({400, 403, 404, 405, 501})  # not known there, or not ours to ask
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +223,37 @@ class S3Storage(Bucket):
     async def _delete_keys(self, keys: list[str]) -> int:
         await obstore.delete_async(self._store, keys if len(keys) > 1 else keys[0])
         return len(keys)
+
+    async def take_back(self, key: str) -> None:
+        if self.abilities.versioned:
+            await self._delete_versions(key)
+        else:
+            await super().take_back(key)
+
+    async def kept_after_deletion(self) -> Kept:
+        kept = await is_versioned(self.wire)
+        if kept:
+            return Kept(None, "old versions are kept; deletions remove them too")
+        return Kept(True, "none are kept")
+
+    async def tidies_up(self) -> bool:
+        try:
+            rules = (await self.wire.send("GET", "", query={"lifecycle": ""})).text
+        except Refusal as refusal:
+            if refusal.status in _NOT_THERE:
+                return False
+            raise
+        return "AbortIncompleteMultipartUpload" in rules
+
+    def cors_rule(self, origin: str, headers: Sequence[str]) -> str:
+        rule = {
+            "AllowedOrigins": [origin],
+            "AllowedMethods": ["GET", "HEAD", "PUT", "POST"],
+            "AllowedHeaders": [*headers, "x-amz-*"],
+            "ExposeHeaders": ["ETag"],
+            "MaxAgeSeconds": 7200,
+        }
+        return json.dumps({"CORSRules": [rule]})
 
     async def _delete_versions(self, prefix: str) -> int:
         """Also the versions that a plain deletion leaves; returns how many objects were live."""
@@ -459,6 +494,15 @@ async def open_s3(place: Place, installation: UUID, *, may_be_new: bool = True) 
         raise
 
 
+async def unopened(place: Place) -> S3Storage:
+    """A bucket that need not belong to anybody, for its inspection. Raises StorageRefused."""
+    wire = Wire(place)
+    versioned = False
+    with suppress(Refusal, Failure):  # the inspection says why
+        versioned = await is_versioned(wire)
+    return S3Storage(wire, data_plane(wire), Abilities(conditional_put=True, versioned=versioned))
+
+
 async def _open(wire: Wire, installation: UUID, *, may_be_new: bool) -> S3Storage:
     content = await claim(wire, wire.place.bucket, installation, may_be_new=may_be_new)
     abilities = Abilities(
@@ -486,7 +530,7 @@ async def is_versioned(wire: Wire) -> bool:
     try:
         answer = await wire.send("GET", "", query={"versioning": ""})
     except Refusal as refusal:
-        if refusal.status in (400, 403, 404, 405, 501):  # not known there, or not ours to ask
+        if refusal.status in _NOT_THERE:
             return False
         raise
     return text(parsed(answer), "Status") in ("Enabled", "Suspended")
