@@ -28,6 +28,15 @@ QUEUES: Final = ("image", "video", "audio", "default", "webhook", "maintenance")
 """The closed set of queues; a slot of one never serves another."""
 
 
+_NEEDED: Final = {
+    "local": (),
+    "s3": ("s3_bucket",),
+    "gcs": ("gcs_bucket",),
+    "azure": ("azure_container", "azure_account", "azure_account_key"),
+}
+"""What each storage cannot do without."""
+
+
 class ConfigError(Exception):
     """The configuration cannot be used; the message names the setting and what it takes."""
 
@@ -76,7 +85,7 @@ class Settings(BaseSettings):
     host: str = Field()
     port: int = Field(ge=0, le=65535)
     public_url: str | None = None
-    storage: Literal["local", "s3"] = Field()
+    storage: Literal["local", "s3", "gcs", "azure"] = Field()
     s3_bucket: str | None = None
     s3_region: str = Field()
     s3_endpoint: str | None = None
@@ -84,6 +93,15 @@ class Settings(BaseSettings):
     s3_virtual_host: bool = Field()
     s3_access_key_id: str | None = None
     s3_secret_access_key: str | None = None
+    gcs_bucket: str | None = None
+    gcs_credentials_file: Path | None = None
+    gcs_endpoint: str | None = None
+    gcs_public_endpoint: str | None = None
+    azure_container: str | None = None
+    azure_account: str | None = None
+    azure_account_key: str | None = None
+    azure_endpoint: str | None = None
+    azure_public_endpoint: str | None = None
     storage_event_secrets: dict[str, str] | None = None
     secrets_key: str | None = None
     database_pool_size: int = Field(ge=2, le=200)
@@ -144,12 +162,20 @@ class Settings(BaseSettings):
     idempotency_seconds: int = Field(ge=60)
     log_level: Literal["debug", "info", "warning", "error"] = Field()
 
-    @field_validator("data_dir", "recipes_dir")
+    @field_validator("data_dir", "recipes_dir", "gcs_credentials_file")
     @classmethod
     def _absolute(cls, value: Path | None) -> Path | None:
         return value and value.expanduser().absolute()
 
-    @field_validator("public_url", "s3_endpoint", "s3_public_endpoint")
+    @field_validator(
+        "public_url",
+        "s3_endpoint",
+        "s3_public_endpoint",
+        "gcs_endpoint",
+        "gcs_public_endpoint",
+        "azure_endpoint",
+        "azure_public_endpoint",
+    )
     @classmethod
     def _no_trailing_slash(cls, value: str | None) -> str | None:
         return value.rstrip("/") if value else value
@@ -191,8 +217,9 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _whole_storage(self) -> Settings:
-        if self.storage == "s3" and not self.s3_bucket:
-            raise ValueError("storage = s3 needs s3_bucket")
+        for name in _NEEDED[self.storage]:
+            if not getattr(self, name):
+                raise ValueError(f"storage = {self.storage} needs {name}")
         for name, secret in (self.storage_event_secrets or {}).items():
             if not re.fullmatch("[a-z0-9-]{1,63}", name) or len(secret) < 16:
                 raise ValueError(
@@ -226,8 +253,16 @@ class Settings(BaseSettings):
 
     @property
     def bucket(self) -> str | None:
-        """The bucket that objects live in; None on a local disk."""
-        return self.s3_bucket if self.storage == "s3" else None
+        """The bucket or container that objects live in; None on a local disk."""
+        match self.storage:
+            case "s3":
+                return self.s3_bucket
+            case "gcs":
+                return self.gcs_bucket
+            case "azure":
+                return self.azure_container
+            case _:
+                return None
 
     @property
     def objects_dir(self) -> Path:

@@ -18,7 +18,7 @@ from mediamill.config import Settings
 from mediamill.failures import Failure
 from mediamill.sealing import Vault
 from mediamill.storage import StorageRefused
-from mediamill.storage.choice import missing
+from mediamill.storage.choice import open_for_inspection
 
 _FREE_BYTES = 2 << 30
 _NEEDED_ENCODERS = ("libx264", "aac", "png")
@@ -44,26 +44,23 @@ async def run(settings: Settings, *, form: str = "table") -> int:
 
 async def run_storage(settings: Settings, origin: str | None, *, form: str = "table") -> int:
     """Print what the bucket enforces; 1 if it must not be used like this."""
-    if settings.storage == "local":
-        detail = f"{settings.objects_dir}; the API enforces all"
-        return _report("", [Finding("local disk", True, detail)], form)
     try:
-        from mediamill.storage import s3
-        from mediamill.storage.inspection import Inspection
-    except ImportError as error:
-        raise click.ClickException(str(missing(settings.storage, error))) from None
-    try:
-        wire = s3.Wire(s3.place(settings))
+        bucket = await open_for_inspection(settings)
     except StorageRefused as error:
         raise click.ClickException(str(error)) from None
+    if bucket is None:
+        detail = f"{settings.objects_dir}; the API enforces all"
+        return _report("", [Finding("local disk", True, detail)], form)
+    from mediamill.storage.inspection import Inspection
+
     try:
         found = [
             Finding(f.name, f.ok, f.detail, f.remedy)
-            async for f in Inspection(wire, origin or settings.base_url).run()
+            async for f in Inspection(bucket, origin or settings.base_url).run()
         ]
     finally:
-        await wire.close()
-    return _report(f"bucket {wire.place.bucket}   {wire.address('', public=False)}", found, form)
+        await bucket.close()
+    return _report(f"bucket {settings.bucket}   {bucket.wire.address('', public=False)}", found, form)
 
 
 def _report(title: str, findings: Sequence[Finding], form: str) -> int:

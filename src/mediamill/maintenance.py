@@ -194,13 +194,14 @@ class Maintenance:
         )
         for row in rows:
             stored = await self._store.stat(row["upload_key"])
-            if stored is not None and stored.size == row["size"] > 0:
+            if stored is not None and uploads.fits(stored.size, row["size"], row["max_size"]):
                 await media.accept(
                     connection,
                     row["tenant_id"],
                     row["id"],
                     object_version=stored.version,
                     stored_at=stored.at,
+                    size=stored.size,
                     kind=row["kind"],
                     births=uploads.births(row["kind"]),
                     max_attempts=self._settings.max_attempts,

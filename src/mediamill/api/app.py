@@ -112,11 +112,23 @@ async def _problem_page(request: Request) -> Response:
     return Response(text, media_type="text/markdown; charset=utf-8", headers=headers)
 
 
+def _slot_schema() -> dict[str, Any]:
+    """What opens a slot: an exact size, or for a form the most that it takes."""
+    schema = media.NewMedia.model_json_schema()
+    most = media.NewMediaUpTo.model_json_schema()["properties"]["max_size"]
+    return {
+        **schema,
+        "properties": {**schema["properties"], "max_size": most},
+        "required": [],
+        "oneOf": [{"required": ["size"]}, {"required": ["max_size"]}],
+    }
+
+
 _CREATE_BODY: Final = {
     "requestBody": {
         "required": True,
         "content": {
-            "application/json": {"schema": media.NewMedia.model_json_schema()},
+            "application/json": {"schema": _slot_schema()},
             "multipart/form-data": {
                 "schema": {
                     "type": "object",

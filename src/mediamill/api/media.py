@@ -136,6 +136,30 @@ class NewMedia(BaseModel):
         return uploads.Wanted(**self.model_dump(exclude={"schema_version", "callback_url"}))
 
 
+class NewMediaUpTo(BaseModel):
+    """A file whose size is not known yet: it comes by a form (POST), which takes up to
+    `max_size` bytes. Offered where the storage holds forms to their length."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    schema_version: Literal[1] = 1
+    max_size: int = Field(ge=1, le=2**53, description="At most so many bytes.")
+    content_type: str | None = Field(default=None, max_length=255, examples=["image/jpeg"])
+    filename: str | None = Field(default=None, max_length=1024)
+    sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+    recipe: str = Field(default="web", max_length=63)
+    recipe_version: int | None = Field(default=None, ge=1, description="Default: the newest.")
+    metadata: Metadata = Field(default_factory=dict, max_length=32)
+    ttl_seconds: float | None = Field(
+        default=None, gt=0, le=10 * 365 * 86400, description="Deleted this long after creation."
+    )
+    callback_url: str | None = Field(default=None, max_length=2048, description=CALLBACK)
+
+    def wanted(self) -> uploads.Wanted:
+        given = self.model_dump(exclude={"schema_version", "callback_url"})
+        return uploads.Wanted(size=0, **given)
+
+
 class Source(BaseModel):
     """Where a file is fetched from."""
 
@@ -237,9 +261,13 @@ class Variant(BaseModel):
 
 
 class Upload(BaseModel):
-    method: Literal["PUT"]
+    """The request to send next: a PUT of the file with these headers, or a POST of these fields
+    and then the file, as multipart/form-data under the name `file`."""
+
+    method: Literal["PUT", "POST"]
     url: str
     headers: dict[str, str]
+    fields: dict[str, str] = Field(default_factory=dict, description="Of a form; else absent.")
     expires_at: datetime
 
 
@@ -284,7 +312,8 @@ async def create_media(request: Request) -> Response:
     """Open an upload slot (JSON), or upload a small file in one request (multipart/form-data).
 
     A slot answers 201 with a signed write-once `upload` request; a form answers 202: the file is
-    accepted and queued. With `source.url` in place of a size the file is fetched (202).
+    accepted and queued. With `source.url` in place of a size the file is fetched (202); with
+    `max_size` the slot is a form with a length range, where the storage holds forms to it.
     """
     sender = await caller(request, "uploads:write")
     known_parameters(request)
@@ -297,10 +326,13 @@ async def create_media(request: Request) -> Response:
 async def _open_slot(request: Request, sender: Caller) -> Response:
     here = services(request)
     raw = await json_body(request)
-    if names_a_source(raw):
+    if names(raw, "source"):
         return await _fetch(request, sender, raw)
-    asked = parse_body(NewMedia, raw)
+    by_form = names(raw, "max_size")
+    asked = parse_body(NewMediaUpTo, raw) if by_form else parse_body(NewMedia, raw)
     wanted = asked.wanted()
+    if wanted.max_size is not None:  # what the bucket makes of forms is found out, once
+        await uploads.sign_form(here.storage, uploads.slot(here.settings, sender.tenant_id, wanted))
     key = idempotency_key(request, sender, idempotency.fingerprint("json", raw), route="/v1/media")
     callback = await Callback.of(here, asked.callback_url)
 
@@ -310,14 +342,8 @@ async def _open_slot(request: Request, sender: Caller) -> Response:
             slot = uploads.slot(here.settings, sender.tenant_id, wanted)
             await media.open_slot(connection, slot)
             await callback.register(connection, sender.tenant_id, slot.id)
-            signed = uploads.sign(here.storage, slot)
             body = await shown_media(here, connection, sender.tenant_id, slot.id)
-            body["upload"] = {
-                "method": signed.method,
-                "url": signed.url,
-                "headers": dict(signed.headers),
-                "expires_at": iso_time(signed.expires_at),
-            }
+            body["upload"] = await _signed(here, slot)
             return Answer(201, json_text(body), _path(slot.id), slot.id)
 
         answer = await idempotency.once(
@@ -327,12 +353,32 @@ async def _open_slot(request: Request, sender: Caller) -> Response:
     return _answered(answer)
 
 
-def names_a_source(raw: bytes) -> bool:
-    """Whether a body asks for a fetch."""
+def names(raw: bytes, member: str) -> bool:
+    """Whether a body has this member, which says what kind of slot it asks for."""
     with suppress(ValueError, RecursionError):
         given = json.loads(raw)
-        return isinstance(given, dict) and "source" in given
+        return isinstance(given, dict) and member in given
     return False
+
+
+async def _signed(here: Services, slot: media.Slot) -> dict[str, Any]:
+    """The request that the client sends next. Raises Refused."""
+    if slot.max_size is not None:
+        form = await uploads.sign_form(here.storage, slot)
+        return {
+            "method": "POST",
+            "url": form.url,
+            "headers": {},
+            "fields": dict(form.fields),
+            "expires_at": iso_time(form.expires_at),
+        }
+    signed = uploads.sign(here.storage, slot)
+    return {
+        "method": signed.method,
+        "url": signed.url,
+        "headers": dict(signed.headers),
+        "expires_at": iso_time(signed.expires_at),
+    }
 
 
 async def _fetch(request: Request, sender: Caller, raw: bytes) -> Response:

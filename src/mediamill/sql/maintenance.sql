@@ -48,7 +48,7 @@ WHERE NOT EXISTS (
 
 -- name: closed_slots
 -- Slots past their time. Each is looked up in storage before it is given up.
-SELECT tenant_id, id, kind, upload_key, size, content_type
+SELECT tenant_id, id, kind, upload_key, size, max_size, content_type
 FROM media
 WHERE state = 'awaiting_upload' AND deleted_at IS NULL AND upload_expires_at < now() - $1::interval
 ORDER BY upload_expires_at
