@@ -62,6 +62,15 @@ class ImageLimits(BaseModel):
         return ImageLimits(**both)
 
 
+class EventToken(BaseModel):
+    """What a token of Google's must say when a push subscription brings events."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    audience: str = Field(min_length=1)
+    service_account: str = Field(min_length=1)
+
+
 class Settings(BaseSettings):
     """The effective settings of one process."""
 
@@ -84,6 +93,8 @@ class Settings(BaseSettings):
     s3_access_key_id: str | None = None
     s3_secret_access_key: str | None = None
     storage_event_secrets: dict[str, str] | None = None
+    storage_event_topics: dict[str, str] | None = None
+    storage_event_tokens: dict[str, EventToken] | None = None
     database_pool_size: int = Field(ge=2, le=200)
     slots: str | None = None
     drain_seconds: float = Field(ge=0)
@@ -190,6 +201,9 @@ class Settings(BaseSettings):
                     "storage_event_secrets: a name has letters, digits and dashes, a secret at "
                     "least 16 characters"
                 )
+        checked = {*(self.storage_event_topics or ()), *(self.storage_event_tokens or ())}
+        if strangers := sorted(checked - set(self.storage_event_secrets or ())):
+            raise ValueError(f"storage_event_secrets has no secret for {', '.join(strangers)}")
         if (self.s3_access_key_id is None) != (self.s3_secret_access_key is None):
             raise ValueError("s3_access_key_id and s3_secret_access_key go together")
         return self
