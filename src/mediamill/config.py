@@ -95,6 +95,11 @@ class Settings(BaseSettings):
     storage_event_secrets: dict[str, str] | None = None
     storage_event_topics: dict[str, str] | None = None
     storage_event_tokens: dict[str, EventToken] | None = None
+    sqs_queue_url: str | None = Field(default=None, pattern="^https?://[^/]+/.")
+    pubsub_subscription: str | None = Field(
+        default=None, pattern="^projects/[^/]+/subscriptions/[^/]+$"
+    )
+    pubsub_endpoint: str = Field(pattern="^https?://[^/]+")
     database_pool_size: int = Field(ge=2, le=200)
     slots: str | None = None
     drain_seconds: float = Field(ge=0)
@@ -158,7 +163,7 @@ class Settings(BaseSettings):
     def _absolute(cls, value: Path | None) -> Path | None:
         return value and value.expanduser().absolute()
 
-    @field_validator("public_url", "s3_endpoint", "s3_public_endpoint")
+    @field_validator("public_url", "s3_endpoint", "s3_public_endpoint", "pubsub_endpoint")
     @classmethod
     def _no_trailing_slash(cls, value: str | None) -> str | None:
         return value.rstrip("/") if value else value
