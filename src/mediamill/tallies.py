@@ -12,6 +12,24 @@ _SQL: Final = db.load("tallies")
 SWEPT: Final = "media_swept_total"
 PULLED: Final = "media_pulled_events_total"
 
+LEFTOVERS: Final = {
+    "slot": ("accepted", "expired", "failed"),
+    "media": ("expired", "erased", "failed"),
+    "set": ("removed", "failed"),
+    "staged": ("removed", "failed"),
+    "part": ("removed", "failed"),
+    "original": ("removed", "failed"),
+    "tus": ("removed", "failed"),
+    "multipart": ("removed", "failed"),
+    "fetch": ("removed", "failed"),
+    "job": ("forgotten",),
+    "event": ("forgotten",),
+    "delivery": ("forgotten",),
+    "endpoint": ("forgotten",),
+    "idempotency_key": ("forgotten",),
+}
+"""What the duties sweep, and how it can go."""
+
 Tally: TypeAlias = Mapping[tuple[str, str], int]
 """How many, by what and outcome."""
 

@@ -82,7 +82,9 @@ async def _measure(found: Metrics, connection: db.Connection) -> None:
     for state in ("enabled", "disabled"):
         found.webhook_endpoints.labels(state).set(letters[state])
     found.pulled.counted = await tallies.read(connection, tallies.PULLED)
-    found.swept.counted = await tallies.read(connection, tallies.SWEPT)
+    # All of them from the start, so that a rise is one from zero.
+    nothing = {(what, how): 0 for what, hows in tallies.LEFTOVERS.items() for how in hows}
+    found.swept.counted = nothing | await tallies.read(connection, tallies.SWEPT)
     for kind in await estimates.record(connection, days=1):
         if kind.recipe is None or kind.kind in ("image", "video", "audio"):
             found.estimates_held.labels(kind.kind).set(kind.held)
