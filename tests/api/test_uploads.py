@@ -680,7 +680,7 @@ async def test_a_creation_that_is_repeated_makes_one_upload_and_goes_on(api: Api
     assert (first.status_code, first.headers["upload-offset"]) == (201, "3")
     assert "idempotent-replayed" not in first.headers
     for sent in ({"content": b"abc", "headers": {**key, **bytes_}}, {"headers": key}):
-        again = await api.client.post("/v1/uploads", **sent)  # type: ignore[arg-type]
+        again = await api.client.post("/v1/uploads", **sent)
         assert (again.status_code, again.headers["upload-offset"]) == (201, "3")
         assert again.headers["idempotent-replayed"] == "true"
         assert again.headers["location"] == first.headers["location"]
