@@ -72,6 +72,15 @@ class ImageLimits(BaseModel):
         return ImageLimits(**both)
 
 
+class EventToken(BaseModel):
+    """What a token of Google's must say when a push subscription brings events."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    audience: str = Field(min_length=1)
+    service_account: str = Field(min_length=1)
+
+
 class Settings(BaseSettings):
     """The effective settings of one process."""
 
@@ -104,6 +113,13 @@ class Settings(BaseSettings):
     azure_public_endpoint: str | None = None
     storage_event_secrets: dict[str, str] | None = None
     secrets_key: str | None = None
+    storage_event_topics: dict[str, str] | None = None
+    storage_event_tokens: dict[str, EventToken] | None = None
+    sqs_queue_url: str | None = Field(default=None, pattern="^https?://[^/]+/.")
+    pubsub_subscription: str | None = Field(
+        default=None, pattern="^projects/[^/]+/subscriptions/[^/]+$"
+    )
+    pubsub_endpoint: str = Field(pattern="^https?://[^/]+")
     database_pool_size: int = Field(ge=2, le=200)
     slots: str | None = None
     drain_seconds: float = Field(ge=0)
@@ -175,6 +191,7 @@ class Settings(BaseSettings):
         "gcs_public_endpoint",
         "azure_endpoint",
         "azure_public_endpoint",
+        "pubsub_endpoint",
     )
     @classmethod
     def _no_trailing_slash(cls, value: str | None) -> str | None:
@@ -226,6 +243,9 @@ class Settings(BaseSettings):
                     "storage_event_secrets: a name has letters, digits and dashes, a secret at "
                     "least 16 characters"
                 )
+        checked = {*(self.storage_event_topics or ()), *(self.storage_event_tokens or ())}
+        if strangers := sorted(checked - set(self.storage_event_secrets or ())):
+            raise ValueError(f"storage_event_secrets has no secret for {', '.join(strangers)}")
         if (self.s3_access_key_id is None) != (self.s3_secret_access_key is None):
             raise ValueError("s3_access_key_id and s3_secret_access_key go together")
         return self

@@ -28,6 +28,7 @@ from mediamill import db, idempotency, ids, timeline, webhooks
 from mediamill.config import Settings
 from mediamill.egress import Egress
 from mediamill.estimates import Forecaster
+from mediamill.event_senders import Senders
 from mediamill.events import Follower, Topic
 from mediamill.failures import BY_NAME, Code, Problem, Refused
 from mediamill.installation import Installation
@@ -62,8 +63,10 @@ class Services:
     """Open event streams by tenant."""
     transfers: Transfers = field(init=False)
     multiparts: Multiparts = field(init=False)
+    senders: Senders = field(init=False)
 
     def __post_init__(self) -> None:
+        self.senders = Senders(self.settings, self.egress)
         self.use(self.storage)
         self.vault = Vault.of(self.settings)
 

@@ -135,13 +135,18 @@ WHERE (tenant_id, id) IN (
 
 -- name: forget_endpoints
 -- Endpoints that were deleted and whose deliveries are forgotten.
-DELETE FROM endpoints AS e
-WHERE e.state = 'deleted' AND e.changed_at < now() - $1::interval
-  AND NOT EXISTS (SELECT 1 FROM deliveries AS d
-                  WHERE d.tenant_id = e.tenant_id AND d.endpoint_id = e.id)
+DELETE FROM endpoints
+WHERE (tenant_id, id) IN (
+    SELECT tenant_id, id FROM endpoints AS e
+    WHERE e.state = 'deleted' AND e.changed_at < now() - $1::interval
+      AND NOT EXISTS (SELECT 1 FROM deliveries AS d
+                      WHERE d.tenant_id = e.tenant_id AND d.endpoint_id = e.id)
+    LIMIT $2)
 
 -- name: forget_keys
-DELETE FROM idempotency WHERE expires_at < now()
+DELETE FROM idempotency
+WHERE (tenant_id, method, route, key) IN (
+    SELECT tenant_id, method, route, key FROM idempotency WHERE expires_at < now() LIMIT $1)
 
 -- name: queue_figures
 -- Depth, age of the oldest due job, and running jobs, by queue.
