@@ -6,10 +6,12 @@ import { Library, MediaPage } from "./media";
 import { DeadLetters, Overview, Queues, Workers } from "./operate";
 import { Fault, go, Link } from "./parts";
 import { Uploads } from "./uploads";
+import { EndpointPage, Webhooks } from "./webhooks";
 
 const PAGES = [
   ["o", "/ui/", "Overview"], ["j", "/ui/jobs", "Jobs"], ["m", "/ui/media", "Media"], ["u", "/ui/uploads", "Uploads"],
   ["d", "/ui/dead-letters", "Dead letters"], ["q", "/ui/queues", "Queues"], ["w", "/ui/workers", "Workers"],
+  ["h", "/ui/webhooks", "Webhooks"],
 ] as const;
 
 function page(path: string) {
@@ -22,6 +24,7 @@ function page(path: string) {
     case "dead-letters": return <DeadLetters />;
     case "queues": return <Queues />;
     case "workers": return <Workers />;
+    case "webhooks": return id ? <EndpointPage id={id} /> : <Webhooks />;
     default: return <main><h1>Not found</h1><p><Link to="/ui/">To the overview</Link></p></main>;
   }
 }

@@ -67,15 +67,19 @@ export function Segments({ of }: { of?: Timeline }) {
   );
 }
 
+export function Copy({ text, name = "Copy" }: { text: string; name?: string }) {
+  const [done, setDone] = useState(false);
+  if (!navigator.clipboard) return null; // over plain HTTP from elsewhere a browser gives none
+  return <button type="button" onClick={() => navigator.clipboard.writeText(text).then(() => setDone(true))}>{done ? "Copied" : name}</button>;
+}
+
 // The call that a page makes, to take elsewhere.
 export function CopyAs({ path, python, command }: { path: string; python: string; command: string }) {
-  const [done, setDone] = useState("");
-  const put = (name: string, text: string) => navigator.clipboard.writeText(text).then(() => setDone(name));
   const curl = `curl -H "Authorization: Bearer $MEDIAMILL_API_KEY" ${location.origin}${path}`;
   return (
     <span class="copy">
       {([["curl", curl], ["Python", python], ["command", command]] as const).map(([name, text]) =>
-        <button type="button" onClick={() => put(name, text)}>{done === name ? "Copied" : `Copy as ${name}`}</button>)}
+        <Copy key={text} text={text} name={`Copy as ${name}`} />)}
     </span>
   );
 }

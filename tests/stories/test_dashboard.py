@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 from tests.stories.clips import Clips
-from tests.stories.harness import Platform
+from tests.stories.harness import Platform, free_port
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
 
@@ -25,6 +25,7 @@ PAGES = {
     "dead-letters": "Dead letters",
     "queues": "Queues",
     "workers": "Workers",
+    "webhooks": "Webhooks",
 }
 SLOW = 60_000  # milliseconds
 
@@ -179,3 +180,67 @@ def test_an_operator_pauses_a_queue_and_the_overview_says_so(installation: Platf
         expect(page.get_by_role("button", name="Pause video")).to_be_visible()
         page.get_by_role("button", name="Sign out").click()
         expect(page.get_by_label("API key")).to_be_visible()
+
+
+def test_a_secret_is_rotated_and_both_sign_what_arrives_in_the_inbox(
+    make_platform: Callable[..., Platform], tmp_path: Path
+) -> None:
+    port = free_port()
+    installation = make_platform(
+        inbox=True,
+        egress_allow_http=True,
+        egress_ports=f"[{port}]",
+        egress_allow_networks='["127.0.0.0/8"]',
+    )
+    installation.port = port
+    installation.start_api()
+    installation.start_worker("webhook=1")
+    faults: list[str] = []
+    with browser() as chromium:
+        page = _open(chromium, faults)
+        page.on("dialog", lambda dialog: dialog.accept())
+        url = _sign_in(page, installation)
+        faults.clear()
+        page.goto(f"{url}webhooks")
+        page.get_by_text("Register an endpoint").click()
+        page.get_by_role("button", name="Use the inbox").click()
+        page.get_by_role("button", name="Register", exact=True).click()
+        first = page.locator(".once code").inner_text()
+        page.get_by_role("link", name="/v1/inbox").click()
+        page.get_by_role("button", name="Rotate the secret").click()
+        second = page.locator(".once code").inner_text()
+        assert first.startswith("whsec_")
+        assert second.startswith("whsec_")
+        assert first != second
+        expect(page.locator(".once")).to_contain_text("signs beside it until")
+        page.get_by_role("button", name="Send a test event").click()
+        delivery = page.locator("details").first
+        expect(delivery.locator(".state")).to_have_text("delivered", timeout=SLOW)
+        delivery.locator("summary").click()
+        expect(delivery).to_contain_text("Attempt 1")
+        expect(delivery).to_contain_text("204 after")
+        page.get_by_role("button", name="Resend").click()
+        expect(delivery).to_contain_text("Attempt 2", timeout=SLOW)
+        _shot(page, tmp_path, "endpoint")
+        assert Axe().run(page).response["violations"] == []
+
+        page.goto(f"{url}webhooks")
+        page.get_by_text("Inbox", exact=True).click()
+        letter = page.locator("details details").filter(has_text="webhook.test").first
+        letter.locator("summary").click()
+        expect(letter.locator("pre")).to_contain_text("webhook-signature: v1,")
+        text = letter.locator("pre").inner_text()
+        signatures = next(
+            line.partition(": ")[2] for line in text.splitlines() if "webhook-signature" in line
+        )
+        assert len(signatures.split()) == 2  # the old secret and the new one
+
+        page.get_by_role("link", name="/v1/inbox").first.click()
+        page.get_by_role("button", name="Disable").click()
+        expect(page.locator(".state").first).to_have_text("disabled")
+        expect(page.get_by_role("button", name="Send a test event")).to_have_count(0)
+        page.get_by_role("button", name="Enable").click()
+        expect(page.locator(".state").first).to_have_text("enabled")
+        page.get_by_role("button", name="Delete").click()
+        expect(page.get_by_text("No address of yours")).to_be_visible()
+        assert faults == []
