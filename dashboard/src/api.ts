@@ -41,6 +41,11 @@ export interface Worker {
 export interface Recipe {
   name: string; version: number; kinds: string[]; built_in: boolean; versions: number[]; recipe: Record<string, unknown>;
 }
+export interface Verdict { valid: boolean; errors: { pointer: string; detail: string }[] }
+export interface DryRun {
+  kind: string; estimate: Estimate;
+  outputs: { name: string; type: string; width: number | null; height: number | null; most_bytes: number | null; note: string | null }[];
+}
 export interface Endpoint {
   id: string; url: string; description: string | null; types: string[] | null; payload: string; signing: string;
   state: string; reason: string | null; failures: number; failing_since: string | null; paused_until: string | null;

@@ -5,13 +5,14 @@ import { JobPage, Jobs } from "./jobs";
 import { Library, MediaPage } from "./media";
 import { DeadLetters, Overview, Queues, Workers } from "./operate";
 import { Fault, go, Link } from "./parts";
+import { RecipePage, Recipes } from "./recipes";
 import { Uploads } from "./uploads";
 import { EndpointPage, Webhooks } from "./webhooks";
 
 const PAGES = [
   ["o", "/ui/", "Overview"], ["j", "/ui/jobs", "Jobs"], ["m", "/ui/media", "Media"], ["u", "/ui/uploads", "Uploads"],
   ["d", "/ui/dead-letters", "Dead letters"], ["q", "/ui/queues", "Queues"], ["w", "/ui/workers", "Workers"],
-  ["h", "/ui/webhooks", "Webhooks"],
+  ["h", "/ui/webhooks", "Webhooks"], ["r", "/ui/recipes", "Recipes"],
 ] as const;
 
 function page(path: string) {
@@ -25,6 +26,7 @@ function page(path: string) {
     case "queues": return <Queues />;
     case "workers": return <Workers />;
     case "webhooks": return id ? <EndpointPage id={id} /> : <Webhooks />;
+    case "recipes": return id ? <RecipePage name={id} /> : <Recipes />;
     default: return <main><h1>Not found</h1><p><Link to="/ui/">To the overview</Link></p></main>;
   }
 }

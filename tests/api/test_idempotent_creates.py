@@ -117,6 +117,7 @@ async def test_every_create_of_the_document_is_here(api: Api) -> None:
         "/v1/uploads/{upload_id}/abort": "the state decides",
         "/v1/upload-tokens": "makes nothing",
         "/v1/recipes/validate": "makes nothing",
+        "/v1/recipes/dry-run": "makes nothing",
         "/v1/jobs/{job_id}/cancel": "the state decides",
         "/v1/jobs/{job_id}/replay": "the state decides: only a failed job",
         "/v1/dead-letters/replay": "a repeat goes on where the first one ended",

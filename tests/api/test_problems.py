@@ -351,6 +351,7 @@ SCOPES = {
     ("GET", "/v1/media/{media_id}/variants/{name}"): "media:read",
     ("GET", "/v1/recipes"): "media:read",
     ("POST", "/v1/recipes/validate"): "media:read",
+    ("POST", "/v1/recipes/dry-run"): "media:read",
     ("GET", "/v1/recipes/{name}"): "media:read",
     ("GET", "/v1/jobs/{job_id}"): "jobs:read",
     ("POST", "/v1/jobs/{job_id}/cancel"): "jobs:write",

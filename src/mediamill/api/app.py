@@ -304,6 +304,14 @@ _ROUTES: Final[tuple[_Route, ...]] = (
         _body(Recipe),
     ),
     _Route(
+        "/v1/recipes/dry-run",
+        "POST",
+        recipes.dry_run,
+        200,
+        recipes.DryRunBody,
+        _body(recipes.DryRun),
+    ),
+    _Route(
         "/v1/recipes/{name}",
         "GET",
         recipes.read_recipe,
