@@ -46,6 +46,14 @@ export interface DryRun {
   kind: string; estimate: Estimate;
   outputs: { name: string; type: string; width: number | null; height: number | null; most_bytes: number | null; note: string | null }[];
 }
+export interface Me { id: string; tenant: string; role: string | null; may: string[] }
+export interface Key {
+  id: string; name: string; last4: string; scopes: string[]; role: string | null; created_at: string;
+  expires_at: string | null; revoked_at: string | null; last_used_at: string | null;
+}
+export interface NewKey extends Key { api_key: string }
+export interface Setting { name: string; value: unknown; origin: string; is_default: boolean }
+export interface Checks { storage: string; data: { name: string; ok: boolean | null; detail: string; remedy: string }[] }
 export interface Endpoint {
   id: string; url: string; description: string | null; types: string[] | null; payload: string; signing: string;
   state: string; reason: string | null; failures: number; failing_since: string | null; paused_until: string | null;
@@ -64,7 +72,7 @@ export interface Page<T> { data: T[]; next_cursor?: string | null }
 const KEY = "mediamill-key";
 
 export const key = () => sessionStorage.getItem(KEY);
-export const signOut = () => sessionStorage.removeItem(KEY);
+export const signOut = () => { sessionStorage.removeItem(KEY); known = undefined; };
 export const keep = (value: string) => sessionStorage.setItem(KEY, value);
 
 export class Problem extends Error {
@@ -102,12 +110,19 @@ export async function change<T>(path: string, method: "PATCH" | "DELETE", body?:
 
 // A key that this machine gives to its own browser, where an operator allows that.
 export async function signIn(): Promise<boolean> {
-  if (key()) return true;
-  const answer = await fetch("/ui/session", { method: "POST" });
-  if (!answer.ok) return false;
-  keep((await answer.json()).api_key);
+  if (!key()) {
+    const answer = await fetch("/ui/session", { method: "POST" });
+    if (!answer.ok) return false;
+    keep((await answer.json()).api_key);
+  }
+  known = await ask<Me>("/v1/keys/self");
   return true;
 }
+
+// Whose key it is and what it may do; the pages show nothing else to press.
+let known: Me | undefined;
+export const me = () => known ?? { id: "", tenant: "", role: null, may: [] };
+export const may = (scope: string) => me().may.includes(scope);
 
 // Calls back after every change, at most twice a second, over cuts; returns what ends it.
 export function follow(what: { media_id?: string; job_id?: string }, changed: (data: unknown) => void): () => void {

@@ -1,6 +1,6 @@
 import { useEffect, useRef, useState } from "preact/hooks";
-import { ask, follow, type Job, type Page, type Timeline } from "./api";
-import { ago, Bar, CopyAs, Fault, Link, Segments, State, time, useLive, Why } from "./parts";
+import { ask, follow, may, type Job, type Page, type Timeline } from "./api";
+import { Act, ago, Bar, CopyAs, Fault, Link, Segments, State, time, useLive, Why } from "./parts";
 
 const STATES = ["", "queued", "processing", "completed", "failed", "canceled"];
 
@@ -80,7 +80,7 @@ export function JobPage({ id }: { id: string }) {
   useEffect(() => {
     if (!job) return;
     ask<Timeline>(`/v1/jobs/${id}/timeline`).then(setTimeline, setFault);
-    if (job.state === "failed") ask<Job>(`/v1/dead-letters/${id}`).then(setFull, () => undefined);
+    if (job.state === "failed" && may("dlq:manage")) ask<Job>(`/v1/dead-letters/${id}`).then(setFull, () => undefined);
   }, [id, job?.state, job?.attempt, job?.stage]);
   const act = (what: string) => () => ask(`/v1/jobs/${id}/${what}`, "POST").then(again, setFault);
   if (!job) return <main><h1>Job</h1><Fault error={error} /></main>;
@@ -97,8 +97,8 @@ export function JobPage({ id }: { id: string }) {
       {job.state === "processing" && <p><Bar percent={job.progress} label="Progress" /> {job.stage} {job.progress?.toFixed(0)} %</p>}
       <Why error={job.error} />
       <p class="actions">
-        {["queued", "processing"].includes(job.state) && <button type="button" onClick={act("cancel")}>Cancel</button>}
-        {job.state === "failed" && <button type="button" onClick={act("replay")}>Replay</button>}
+        {["queued", "processing"].includes(job.state) && <Act scope="jobs:write" on={act("cancel")}>Cancel</Act>}
+        {job.state === "failed" && <Act scope="jobs:write" on={act("replay")}>Replay</Act>}
         <CopyAs path={`/v1/jobs/${id}`} python={`Client().jobs.get("${id}")`} command={`mediamill jobs get ${id}`} />
       </p>
       <Fault error={fault ?? error} />

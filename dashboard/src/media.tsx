@@ -1,7 +1,7 @@
 import type Hls from "hls.js";
 import { useEffect, useRef, useState } from "preact/hooks";
-import { ask, type Media, type MediaItem, type Page, type Timeline, type Variant } from "./api";
-import { ago, Bar, CopyAs, Fault, go, Link, Segments, size, State, time, useLive, Why } from "./parts";
+import { ask, make, type Media, type MediaItem, type Page, type Timeline, type Variant } from "./api";
+import { Act, ago, Bar, CopyAs, Fault, go, Link, Segments, size, State, time, useLive, Why } from "./parts";
 
 const STATES = ["", "queued", "processing", "ready", "failed", "expired", "awaiting_upload"];
 
@@ -77,8 +77,8 @@ export function MediaPage({ id }: { id: string }) {
       <Why error={media.error} />
       <p class="actions">
         {["ready", "failed"].includes(media.state) &&
-          <button type="button" onClick={() => ask(`/v1/media/${id}/process`, "POST", {}).then(again, setFault)}>Process again</button>}
-        <button type="button" onClick={remove}>Delete</button>
+          <Act scope="media:write" on={() => make(`/v1/media/${id}/process`).then(again, setFault)}>Process again</Act>}
+        <Act scope="media:delete" on={remove}>Delete</Act>
         <CopyAs path={`/v1/media/${id}`} python={`Client().media.get("${id}")`} command={`mediamill media get ${id}`} />
       </p>
       <Fault error={fault ?? error} />

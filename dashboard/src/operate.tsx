@@ -1,32 +1,31 @@
 import { useState } from "preact/hooks";
-import { ask, Problem, type Job, type Page, type Queue, type Worker } from "./api";
+import { ask, may, type Endpoint, type Job, type Page, type Queue, type Worker } from "./api";
 import { JobTable } from "./jobs";
-import { ago, Fault, Link, time, useLive } from "./parts";
+import { Act, ago, Fault, Link, Needs, time, useLive } from "./parts";
 
 const OLD_SECONDS = 300;
 
 // What a key may not see is left out of the picture, and not an error.
-const allowed = <T,>(asked: Promise<Page<T>>) => asked.catch((e: unknown) => {
-  if (e instanceof Problem && e.status === 403) return undefined;
-  throw e;
-});
+const allowed = <T,>(scope: string, path: string): Promise<Page<T> | undefined> =>
+  may(scope) ? ask<Page<T>>(path) : Promise.resolve(undefined);
 
 export function Overview() {
   const { value, error } = useLive(async () => {
-    const [queues, workers, dead, failed] = await Promise.all([
-      allowed(ask<Page<Queue>>("/v1/queues")),
-      allowed(ask<Page<Worker>>("/v1/workers")),
-      allowed(ask<Page<Job>>("/v1/dead-letters?limit=200")),
+    const [queues, workers, dead, endpoints, failed] = await Promise.all([
+      allowed<Queue>("operate", "/v1/queues"),
+      allowed<Worker>("operate", "/v1/workers"),
+      allowed<Job>("dlq:manage", "/v1/dead-letters?limit=200"),
+      allowed<Endpoint>("webhooks:manage", "/v1/webhook-endpoints?limit=200"),
       ask<Page<Job>>("/v1/jobs?state=failed&limit=200"),
     ]);
-    return { queues: queues?.data, workers: workers?.data, dead: dead?.data, failed: failed.data };
+    return { queues: queues?.data, workers: workers?.data, dead: dead?.data, endpoints: endpoints?.data, failed: failed.data };
   }, [], {}, 5);
   if (!value) return <main><h1>Overview</h1><Fault error={error} /></main>;
-  const { queues, workers, dead, failed } = value;
+  const { queues, workers, dead, endpoints, failed } = value;
   const sum = (f: (q: Queue) => number) => queues?.reduce((n, q) => n + f(q), 0);
   const recent = failed.filter((j) => Date.now() - Date.parse(j.finished_at ?? j.created_at) < 86400e3);
   const oldest = queues && Math.max(0, ...queues.map((q) => q.oldest_seconds));
-  const needs = attention(queues ?? [], workers, dead ?? []);
+  const needs = attention(queues ?? [], workers, dead ?? [], endpoints ?? []);
   return (
     <main>
       <h1>Overview</h1>
@@ -47,7 +46,7 @@ export function Overview() {
   );
 }
 
-function attention(queues: Queue[], workers: Worker[] | undefined, dead: Job[]) {
+function attention(queues: Queue[], workers: Worker[] | undefined, dead: Job[], endpoints: Endpoint[]) {
   const found: { text: string; to: string }[] = [];
   if (workers && !workers.some((w) => !w.draining)) found.push({ text: "no worker takes jobs", to: "/ui/workers" });
   for (const q of queues) {
@@ -55,6 +54,10 @@ function attention(queues: Queue[], workers: Worker[] | undefined, dead: Job[]) 
     else if (q.oldest_seconds > OLD_SECONDS) found.push({ text: `a job of ${q.queue} has waited for ${time(q.oldest_seconds)}`, to: `/ui/jobs?state=queued&queue=${q.queue}` });
   }
   for (const [code, jobs] of byCode(dead)) found.push({ text: `${jobs.length} dead letter${jobs.length > 1 ? "s" : ""}: ${code}`, to: "/ui/dead-letters" });
+  for (const e of endpoints) {
+    if (e.state === "disabled" && e.reason && e.reason !== "by its owner") found.push({ text: `the endpoint ${e.url} is off: ${e.reason}`, to: `/ui/webhooks/${e.id}` });
+    else if (e.failing_since) found.push({ text: `the endpoint ${e.url} has failed since ${ago(e.failing_since)}`, to: `/ui/webhooks/${e.id}` });
+  }
   return found;
 }
 
@@ -64,7 +67,9 @@ const byCode = (jobs: Job[]) => {
   return [...groups].sort((a, b) => b[1].length - a[1].length);
 };
 
-export function DeadLetters() {
+export const DeadLetters = () => <main><h1>Dead letters</h1><Needs scope="dlq:manage" for="Dead letters"><Dead /></Needs></main>;
+
+function Dead() {
   const { value, error, again } = useLive(() => ask<Page<Job>>("/v1/dead-letters?limit=200"), [], {});
   const [fault, setFault] = useState<Error>();
   const [said, setSaid] = useState("");
@@ -73,8 +78,7 @@ export function DeadLetters() {
     && ask<{ replayed: number }>("/v1/dead-letters/replay", "POST", { filter: { code } })
       .then((done) => { setSaid(`${done.replayed} are queued again.`); again(); }, setFault);
   return (
-    <main>
-      <h1>Dead letters</h1>
+    <>
       <p role="status">{said}</p>
       <Fault error={fault ?? error} />
       {value && !value.data.length && <p>There are none.</p>}
@@ -89,18 +93,19 @@ export function DeadLetters() {
           <JobTable rows={jobs.slice(0, 10)} />
         </section>
       ))}
-    </main>
+    </>
   );
 }
 
-export function Queues() {
+export const Queues = () => <main><h1>Queues</h1><Needs scope="operate" for="Queues"><QueueTable /></Needs></main>;
+
+function QueueTable() {
   const { value, error, again } = useLive(() => ask<Page<Queue>>("/v1/queues"), [], undefined, 2);
   const [fault, setFault] = useState<Error>();
   const turn = (q: Queue) => ask(`/v1/queues/${q.queue}/${q.paused ? "resume" : "pause"}`, "POST").then(again, setFault);
   const cap = (q: Queue, text: string) => ask(`/v1/queues/${q.queue}/concurrency`, "PUT", { concurrency: text === "" ? null : Number(text) }).then(again, setFault);
   return (
-    <main>
-      <h1>Queues</h1>
+    <>
       <Fault error={fault ?? error} />
       <div class="wide" tabIndex={0} role="region" aria-label="Queues">
         <table>
@@ -112,24 +117,25 @@ export function Queues() {
                 <td>{q.queued}</td><td>{q.processing}</td><td>{q.slots}</td><td>{time(q.oldest_seconds)}</td>
                 <td><input type="number" min={1} aria-label={`At most so many of ${q.queue} at once`} placeholder="–" value={q.concurrency ?? ""} onChange={(e) => cap(q, e.currentTarget.value)} /></td>
                 <td>{q.draining ? "draining" : q.paused ? "paused" : "open"}</td>
-                <td><button type="button" onClick={() => turn(q)}>{q.paused ? "Resume" : "Pause"} {q.queue}</button></td>
+                <td><Act scope="operate" on={() => turn(q)}>{q.paused ? "Resume" : "Pause"} {q.queue}</Act></td>
               </tr>
             ))}
           </tbody>
         </table>
       </div>
-    </main>
+    </>
   );
 }
 
-export function Workers() {
+export const Workers = () => <main><h1>Workers</h1><Needs scope="operate" for="Workers"><WorkerTable /></Needs></main>;
+
+function WorkerTable() {
   const { value, error, again } = useLive(() => ask<Page<Worker>>("/v1/workers"), [], undefined, 3);
   const [fault, setFault] = useState<Error>();
   const drain = (w: Worker) => confirm(`Let ${w.id} finish what it runs and leave?`)
     && ask(`/v1/workers/${encodeURIComponent(w.id)}/drain`, "POST").then(again, setFault);
   return (
-    <main>
-      <h1>Workers</h1>
+    <>
       <Fault error={fault ?? error} />
       {value && !value.data.length && <p>No worker was seen lately: start one with <code>mediamill worker</code>.</p>}
       <div class="wide" tabIndex={0} role="region" aria-label="Workers">
@@ -142,12 +148,12 @@ export function Workers() {
                 <td>{Object.entries(w.slots).map(([q, n]) => `${q} ${n}`).join(", ")}</td>
                 <td>{w.sandbox}</td><td>{ago(w.started_at)}</td><td>{ago(w.seen_at)}</td>
                 <td>{w.draining ? "draining" : "working"}</td>
-                <td>{!w.draining && <button type="button" onClick={() => drain(w)}>Drain</button>}</td>
+                <td>{!w.draining && <Act scope="operate" on={() => drain(w)}>Drain</Act>}</td>
               </tr>
             ))}
           </tbody>
         </table>
       </div>
-    </main>
+    </>
   );
 }

@@ -2,7 +2,7 @@
 
 import type { ComponentChildren } from "preact";
 import { useCallback, useEffect, useState } from "preact/hooks";
-import { follow, Problem, type Failure, type Timeline } from "./api";
+import { follow, may, Problem, type Failure, type Timeline } from "./api";
 
 export const go = (to: string) => { history.pushState(null, "", to); dispatchEvent(new PopStateEvent("popstate")); };
 
@@ -29,6 +29,14 @@ export function useLive<T>(load: () => Promise<T>, keys: unknown[], what?: { med
   }, keys);
   return { value, error, again };
 }
+
+// A button that is there only for a key that may do what it does.
+export const Act = ({ scope, on, children, disabled }: { scope: string; on: () => unknown; children: ComponentChildren; disabled?: boolean }) =>
+  may(scope) ? <button type="button" onClick={on} disabled={disabled}>{children}</button> : null;
+
+// What a key may not see is not asked for, and the page says why it is missing.
+export const Needs = ({ scope, for: what, children }: { scope: string; for: string; children: ComponentChildren }) =>
+  may(scope) ? <>{children}</> : <p class="lacks">{what}: your key may not see this; it lacks the scope <code>{scope}</code>.</p>;
 
 export const Fault = ({ error }: { error?: Error }) => error
   ? <p role="alert" class="fault">{error.message} {error instanceof Problem && error.advice}</p> : null;

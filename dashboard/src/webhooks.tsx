@@ -1,16 +1,17 @@
 import { useEffect, useState } from "preact/hooks";
 import { ask, change, make, Problem, type Delivery, type Endpoint, type Letter, type Page } from "./api";
-import { ago, Copy, Fault, go, Link, State, useLive } from "./parts";
+import { Act, ago, Copy, Fault, go, Link, Needs, State, useLive } from "./parts";
 
 const STATES = ["", "pending", "delivered", "exhausted", "canceled"];
 const OVERLAPS = [["0", "none: the old secret ends now"], ["3600", "1 hour"], ["86400", "1 day"], ["604800", "7 days"]];
 
-export function Webhooks() {
+export const Webhooks = () => <main><h1>Webhooks</h1><Needs scope="webhooks:manage" for="Webhooks"><Endpoints /></Needs></main>;
+
+function Endpoints() {
   const { value, error, again } = useLive(() => ask<Page<Endpoint>>("/v1/webhook-endpoints?limit=200"), []);
   const [made, setMade] = useState<Endpoint>();
   return (
-    <main>
-      <h1>Webhooks</h1>
+    <>
       <Fault error={error} />
       {made && <Secret of={made} title={`${made.url} is registered`} />}
       {value && !value.data.length && <p>No address of yours is told of anything yet.</p>}
@@ -33,7 +34,7 @@ export function Webhooks() {
       )}
       {value && <Create done={(e) => { setMade(e); again(); }} />}
       <Inbox />
-    </main>
+    </>
   );
 }
 
@@ -145,10 +146,10 @@ export function EndpointPage({ id }: { id: string }) {
         signed by {endpoint.signing} <small>{endpoint.description}</small>
       </p>
       <p class="actions">
-        {enabled && <button type="button" onClick={test}>Send a test event</button>}
-        <button type="button" onClick={turn}>{enabled ? "Disable" : "Enable"}</button>
-        {enabled && <button type="button" onClick={recover}>Recover the last day</button>}
-        <button type="button" onClick={remove}>Delete</button>
+        {enabled && <Act scope="webhooks:manage" on={test}>Send a test event</Act>}
+        <Act scope="webhooks:manage" on={turn}>{enabled ? "Disable" : "Enable"}</Act>
+        {enabled && <Act scope="webhooks:manage" on={recover}>Recover the last day</Act>}
+        <Act scope="webhooks:manage" on={remove}>Delete</Act>
       </p>
       <p class="actions">
         <label>The old secret goes on signing for <select value={overlap} onChange={(e) => setOverlap(e.currentTarget.value)}>
@@ -159,7 +160,7 @@ export function EndpointPage({ id }: { id: string }) {
       {rotated && <Secret of={rotated} title="The secret is new" />}
       <p role="status">{said}</p>
       <Fault error={fault ?? error} />
-      <Deliveries endpoint={id} sent={sent} />
+      <Needs scope="deliveries:read" for="Deliveries"><Deliveries endpoint={id} sent={sent} /></Needs>
     </main>
   );
 }
@@ -201,7 +202,7 @@ function Attempts({ of, again }: { of: Delivery; again: () => void }) {
         <State of={of.state} /> {of.type} <small>{ago(of.created_at)} · attempt {of.attempt}{of.status && ` · ${of.status}`}
           {of.reason && ` · ${of.reason}`}{of.next_attempt_at && ` · again at ${new Date(of.next_attempt_at).toLocaleTimeString()}`}</small>
       </summary>
-      <p class="actions"><button type="button" onClick={resend}>Resend</button> <code>{of.event_id}</code></p>
+      <p class="actions"><Act scope="webhooks:manage" on={resend}>Resend</Act> <code>{of.event_id}</code></p>
       <Fault error={fault} />
       {full?.attempts?.map((a) => (
         <p>Attempt {a.attempt}, {ago(a.at)}: {a.status ?? a.failure} after {a.duration_ms} ms {a.status && a.failure && <b>{a.failure}</b>}

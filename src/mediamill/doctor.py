@@ -8,30 +8,19 @@ import platform
 import shutil
 import sys
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 
 import click
 
 from mediamill import __version__, db, embedded, sandbox, tools
 from mediamill.config import Settings
 from mediamill.failures import Failure
-from mediamill.storage import StorageRefused
-from mediamill.storage.choice import missing
+from mediamill.storage import Finding, StorageRefused
+from mediamill.storage.choice import inspect
 
 _FREE_BYTES = 2 << 30
 _NEEDED_ENCODERS = ("libx264", "aac", "png")
 _NEEDED_FILTERS = ("scale", "thumbnail", "bwdif", "fps")
 _WANTED_FILTERS = ("zscale", "tonemap")
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line: `ok` None is a note that is no fault."""
-
-    name: str
-    ok: bool | None
-    detail: str
-    remedy: str = ""
 
 
 async def run(settings: Settings) -> int:
@@ -52,27 +41,18 @@ async def run(settings: Settings) -> int:
 
 async def run_storage(settings: Settings, origin: str | None) -> int:
     """Print what the bucket enforces; 1 if it must not be used like this."""
-    if settings.storage == "local":
-        click.echo(f"  ✓ local disk                 {settings.objects_dir}; the API enforces all")
-        return 0
+    if settings.bucket is not None:
+        click.echo(f"bucket {settings.bucket}   {settings.s3_endpoint or ''}")
+    bad = False
     try:
-        from mediamill.storage import s3
-        from mediamill.storage.inspection import Inspection
-    except ImportError as error:
-        raise click.ClickException(str(missing(settings.storage, error))) from None
-    try:
-        wire = s3.Wire(s3.place(settings))
+        async for finding in inspect(settings, origin or settings.base_url):
+            mark = {True: "✓", False: "✗", None: "·"}[finding.ok]
+            click.echo(f"  {mark} {finding.name:<26} {finding.detail}")
+            if finding.ok is not True and finding.remedy:
+                click.echo(f"      → {finding.remedy}")
+            bad = bad or finding.ok is False
     except StorageRefused as error:
         raise click.ClickException(str(error)) from None
-    click.echo(f"bucket {wire.place.bucket}   {wire.address('', public=False)}")
-    bad = False
-    async for finding in Inspection(wire, origin or settings.base_url).run():
-        mark = {True: "✓", False: "✗", None: "·"}[finding.ok]
-        click.echo(f"  {mark} {finding.name:<26} {finding.detail}")
-        if finding.ok is not True and finding.remedy:
-            click.echo(f"      → {finding.remedy}")
-        bad = bad or finding.ok is False
-    await wire.close()
     return int(bad)
 
 

@@ -128,6 +128,8 @@ async def test_every_create_of_the_document_is_here(api: Api) -> None:
         "/v1/stream-urls": "makes nothing",
         "/v1/webhook-endpoints/{endpoint_id}/recover": "what was sent again is not sent twice",
         "/v1/deliveries/{delivery_id}/redeliver": "the receiver knows the id",
+        "/v1/keys": "a kept answer would hold the key",
+        "/v1/storage-checks": "removes what it makes",
         "/v1/inbox": "a receiver of webhooks knows the id",
     }
     here = {

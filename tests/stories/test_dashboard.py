@@ -26,6 +26,8 @@ PAGES = {
     "queues": "Queues",
     "workers": "Workers",
     "webhooks": "Webhooks",
+    "recipes": "Recipes",
+    "settings": "Settings",
 }
 SLOW = 60_000  # milliseconds
 
@@ -243,4 +245,54 @@ def test_a_secret_is_rotated_and_both_sign_what_arrives_in_the_inbox(
         expect(page.locator(".state").first).to_have_text("enabled")
         page.get_by_role("button", name="Delete").click()
         expect(page.get_by_text("No address of yours")).to_be_visible()
+        assert faults == []
+
+
+def test_a_viewer_sees_what_his_key_may_and_is_told_what_is_missing(
+    platform: Platform, tmp_path: Path
+) -> None:
+    platform.start_api()
+    faults: list[str] = []
+    with browser() as chromium:
+        page = _open(chromium, faults)
+        page.on("dialog", lambda dialog: dialog.accept())
+        url = _sign_in(page, platform)
+        faults.clear()
+        page.goto(f"{url}settings")
+        page.get_by_text("Make a key").click()
+        page.get_by_label("Name").fill("wall screen")
+        page.get_by_role("button", name="Make it").click()
+        key = page.locator(".once code").inner_text()
+        page.get_by_role("button", name="Check the storage").click()
+        expect(page.locator(".checks")).to_contain_text("local disk")
+        _shot(page, tmp_path, "settings-keys")
+        assert Axe().run(page).response["violations"] == []
+
+        page.get_by_role("button", name="Sign out").click()
+        page.get_by_label("API key").fill(key)
+        page.get_by_role("button", name="Sign in").click()
+        expect(page.get_by_text("viewer", exact=False)).to_be_visible()
+        for path, lacks in (
+            ("", 0),
+            ("jobs", 0),
+            ("media", 0),
+            ("recipes", 0),
+            ("uploads", 1),
+            ("dead-letters", 1),
+            ("queues", 1),
+            ("workers", 1),
+            ("webhooks", 1),
+            ("settings", 2),
+        ):
+            page.goto(f"{url}{path}")
+            expect(page.get_by_role("heading", level=1)).to_be_visible()
+            expect(page.locator(".lacks")).to_have_count(lacks)
+            page.wait_for_load_state("networkidle")
+            assert page.get_by_role("alert").count() == 0, path
+
+        page.get_by_role("button", name="Sign out").click()
+        page.get_by_label("API key").fill(platform.key)
+        page.get_by_role("button", name="Sign in").click()
+        page.get_by_role("button", name="Revoke wall screen").click()
+        expect(page.locator("td .fault")).to_contain_text("revoked")
         assert faults == []

@@ -107,14 +107,15 @@ def bearer(request: Request) -> str | None:
     return token.strip() if scheme.lower() == "bearer" else None
 
 
-async def caller(request: Request, scope: str) -> Caller:
-    """Who sends this, if the key may do `scope`. Raises Refused before any of the body is read."""
+async def caller(request: Request, scope: str | None) -> Caller:
+    """Who sends this, if the key may do `scope`; None asks for a good key and no more. Raises
+    Refused before any of the body is read."""
     token, known = bearer(request), None
     if token is not None:
         known = await services(request).keychain.identify(token)
     if known is None:
         raise Refused(Code.UNAUTHENTICATED)
-    if not known.may(scope):
+    if scope is not None and not known.may(scope):
         raise Refused(Code.MISSING_SCOPE, f"The key needs the scope {scope}.")
     return known
 

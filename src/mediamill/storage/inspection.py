@@ -12,7 +12,6 @@ import json
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
@@ -21,22 +20,13 @@ from botocore.auth import S3SigV4PostAuth
 from botocore.awsrequest import AWSRequest
 
 from mediamill.failures import Failure
+from mediamill.storage import Finding
 from mediamill.storage.s3 import Refusal, Wire, is_versioned, keeps_objects
 
 _AREA: Final = "uploads/mediamill-doctor"
 _BODY: Final = b"mediamill storage doctor\n"
 _TYPE: Final = "image/png"
 _SECONDS: Final = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One property. `ok` None: good to have, or not to be told. `remedy` is for the operator."""
-
-    name: str
-    ok: bool | None
-    detail: str
-    remedy: str = ""
 
 
 class Inspection:
