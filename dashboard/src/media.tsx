@@ -1,7 +1,7 @@
 import type Hls from "hls.js";
 import { useEffect, useRef, useState } from "preact/hooks";
 import { ask, make, type Media, type MediaItem, type Page, type Timeline, type Variant } from "./api";
-import { Act, ago, Bar, CopyAs, Fault, go, Link, Segments, size, State, time, useLive, Why } from "./parts";
+import { Act, ago, Bar, Calls, Fault, go, Link, Segments, size, State, time, useLive, Why } from "./parts";
 
 const STATES = ["", "queued", "processing", "ready", "failed", "expired", "awaiting_upload"];
 
@@ -79,8 +79,12 @@ export function MediaPage({ id }: { id: string }) {
         {["ready", "failed"].includes(media.state) &&
           <Act scope="media:write" on={() => make(`/v1/media/${id}/process`).then(again, setFault)}>Process again</Act>}
         <Act scope="media:delete" on={remove}>Delete</Act>
-        <CopyAs path={`/v1/media/${id}`} python={`Client().media.get("${id}")`} command={`mediamill media get ${id}`} />
       </p>
+      <Calls of={[
+        { name: "get", method: "GET", path: `/v1/media/${id}`, python: `client.media.get("${id}")`, command: `mediamill media get ${id}` },
+        { name: "process", method: "POST", path: `/v1/media/${id}/process`, python: `client.media.process("${id}")`, command: `mediamill media process ${id}`, body: {} },
+        { name: "delete", method: "DELETE", path: `/v1/media/${id}`, python: `client.media.delete("${id}")`, command: `mediamill media delete ${id}` },
+      ]} />
       <Fault error={fault ?? error} />
       {variant && <Player key={variant.name} variant={variant} poster={media.variants.find((v) => v.name.startsWith("poster"))?.url} />}
       {media.variants.length > 0 && (

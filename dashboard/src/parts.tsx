@@ -35,7 +35,7 @@ export const Act = ({ scope, on, children, disabled }: { scope: string; on: () =
   may(scope) ? <button type="button" onClick={on} disabled={disabled}>{children}</button> : null;
 
 // What a key may not see is not asked for, and the page says why it is missing.
-export const Needs = ({ scope, for: what, children }: { scope: string; for: string; children: ComponentChildren }) =>
+export const Needs = ({ scope, for: what, children }: { scope: string; for: string; children?: ComponentChildren }) =>
   may(scope) ? <>{children}</> : <p class="lacks">{what}: your key may not see this; it lacks the scope <code>{scope}</code>.</p>;
 
 export const Fault = ({ error }: { error?: Error }) => error
@@ -81,13 +81,21 @@ export function Copy({ text, name = "Copy" }: { text: string; name?: string }) {
   return <button type="button" onClick={() => navigator.clipboard.writeText(text).then(() => setDone(true))}>{done ? "Copied" : name}</button>;
 }
 
-// The call that a page makes, to take elsewhere.
-export function CopyAs({ path, python, command }: { path: string; python: string; command: string }) {
-  const curl = `curl -H "Authorization: Bearer $MEDIAMILL_API_KEY" ${location.origin}${path}`;
+export interface Call { name: string; method: string; path: string; python: string; command: string; body?: unknown }
+
+// The calls that a page makes, to take elsewhere.
+export function Calls({ of }: { of: Call[] }) {
   return (
-    <span class="copy">
-      {([["curl", curl], ["Python", python], ["command", command]] as const).map(([name, text]) =>
-        <Copy key={text} text={text} name={`Copy as ${name}`} />)}
-    </span>
+    <details>
+      <summary>Copy as curl, Python or command</summary>
+      {of.map((call) => {
+        const body = call.body === undefined ? "" : ` -H "Content-Type: application/json" -d '${JSON.stringify(call.body)}'`;
+        const curl = `curl -X ${call.method} -H "Authorization: Bearer $MEDIAMILL_API_KEY"${body} ${location.origin}${call.path}`;
+        const python = `from mediamill import Client\n\nwith Client() as client:\n    ${call.python}\n`;
+        return ([["curl", curl], ["Python", python], ["command", call.command]] as const).map(([form, text]) => (
+          <figure key={`${call.name} ${form}`}><figcaption>{call.name} · {form} <Copy text={text} /></figcaption><pre>{text}</pre></figure>
+        ));
+      })}
+    </details>
   );
 }

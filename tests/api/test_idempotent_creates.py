@@ -120,6 +120,8 @@ async def test_every_create_of_the_document_is_here(api: Api) -> None:
         "/v1/recipes/dry-run": "makes nothing",
         "/v1/jobs/{job_id}/cancel": "the state decides",
         "/v1/jobs/{job_id}/replay": "the state decides: only a failed job",
+        "/v1/jobs/cancel": "the state decides",
+        "/v1/jobs/replay": "the state decides: only failed jobs",
         "/v1/dead-letters/replay": "a repeat goes on where the first one ended",
         "/v1/dead-letters/{job_id}/discard": "the state decides",
         "/v1/queues/{queue}/pause": "sets",

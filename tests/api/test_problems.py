@@ -358,6 +358,8 @@ SCOPES = {
     ("GET", "/v1/jobs/{job_id}"): "jobs:read",
     ("POST", "/v1/jobs/{job_id}/cancel"): "jobs:write",
     ("POST", "/v1/jobs/{job_id}/replay"): "jobs:write",
+    ("POST", "/v1/jobs/cancel"): "jobs:write",
+    ("POST", "/v1/jobs/replay"): "jobs:write",
     ("POST", "/v1/jobs"): "jobs:write",
     ("GET", "/v1/jobs"): "jobs:read",
     ("GET", "/v1/jobs/{job_id}/timeline"): "jobs:read",

@@ -334,6 +334,8 @@ _ROUTES: Final[tuple[_Route, ...]] = (
         },
     ),
     _Route("/v1/jobs", "GET", jobs.list_jobs, more=_query(*jobs.FILTERS)),
+    _Route("/v1/jobs/cancel", "POST", jobs.cancel_matching, 200, jobs.BulkBody, _body(jobs.Bulk)),
+    _Route("/v1/jobs/replay", "POST", jobs.replay_matching, 200, jobs.BulkBody, _body(jobs.Bulk)),
     _Route("/v1/jobs/{job_id}", "GET", jobs.read_job, more=_WAIT),
     _Route("/v1/jobs/{job_id}/timeline", "GET", jobs.read_job_timeline),
     _Route("/v1/jobs/{job_id}/events", "GET", streams.job_events, more=_stream("last_event_id")),

@@ -82,7 +82,8 @@ async def list_dead_letters(request: Request) -> Response:
 
 
 async def read_dead_letter(request: Request) -> Response:
-    """A failed job with every attempt: its error, its commands and the last words of its tools."""
+    """A job, dead letter or not, with every attempt: its error, its commands and the last words of
+    its tools."""
     sender = await caller(request, "dlq:manage")
     known_parameters(request)
     here = services(request)
