@@ -54,6 +54,11 @@ export interface Key {
 export interface NewKey extends Key { api_key: string }
 export interface Setting { name: string; value: unknown; origin: string; is_default: boolean }
 export interface Checks { storage: string; data: { name: string; ok: boolean | null; detail: string; remedy: string }[] }
+export interface Figures {
+  since: string; until: string; whole: boolean;
+  steps: { at: string; completed: number; failed: number; p50_seconds: number | null; p95_seconds: number | null }[];
+}
+export interface DeadGroup { code: string | null; count: number; first_at: string; last_at: string; newest: string; detail: string; advice: string }
 export interface Endpoint {
   id: string; url: string; description: string | null; types: string[] | null; payload: string; signing: string;
   state: string; reason: string | null; failures: number; failing_since: string | null; paused_until: string | null;

@@ -1,5 +1,6 @@
 import { useState } from "preact/hooks";
-import { ask, may, type Endpoint, type Job, type Page, type Queue, type Worker } from "./api";
+import { ask, may, type DeadGroup, type Endpoint, type Figures, type Job, type Page, type Queue, type Worker } from "./api";
+import { Charts } from "./charts";
 import { JobTable } from "./jobs";
 import { Act, ago, Fault, Link, Needs, time, useLive } from "./parts";
 
@@ -11,19 +12,19 @@ const allowed = <T,>(scope: string, path: string): Promise<Page<T> | undefined> 
 
 export function Overview() {
   const { value, error } = useLive(async () => {
-    const [queues, workers, dead, endpoints, failed] = await Promise.all([
+    const [queues, workers, dead, endpoints, day] = await Promise.all([
       allowed<Queue>("operate", "/v1/queues"),
       allowed<Worker>("operate", "/v1/workers"),
-      allowed<Job>("dlq:manage", "/v1/dead-letters?limit=200"),
+      allowed<DeadGroup>("dlq:manage", "/v1/dead-letters/groups"),
       allowed<Endpoint>("webhooks:manage", "/v1/webhook-endpoints?limit=200"),
-      ask<Page<Job>>("/v1/jobs?state=failed&limit=200"),
+      ask<Figures>("/v1/figures?minutes=1440"),
     ]);
-    return { queues: queues?.data, workers: workers?.data, dead: dead?.data, endpoints: endpoints?.data, failed: failed.data };
+    return { queues: queues?.data, workers: workers?.data, dead: dead?.data, endpoints: endpoints?.data, day };
   }, [], {}, 5);
   if (!value) return <main><h1>Overview</h1><Fault error={error} /></main>;
-  const { queues, workers, dead, endpoints, failed } = value;
+  const { queues, workers, dead, endpoints, day } = value;
   const sum = (f: (q: Queue) => number) => queues?.reduce((n, q) => n + f(q), 0);
-  const recent = failed.filter((j) => Date.now() - Date.parse(j.finished_at ?? j.created_at) < 86400e3);
+  const failed = day.steps.reduce((n, step) => n + step.failed, 0);
   const oldest = queues && Math.max(0, ...queues.map((q) => q.oldest_seconds));
   const needs = attention(queues ?? [], workers, dead ?? [], endpoints ?? []);
   return (
@@ -37,8 +38,9 @@ export function Overview() {
         <div><dt>Queued</dt><dd>{sum((q) => q.queued) ?? "–"}</dd></div>
         <div><dt>Oldest waits</dt><dd>{oldest === undefined ? "–" : time(oldest)}</dd></div>
         <div><dt>Running of slots</dt><dd>{queues ? `${sum((q) => q.processing)} / ${sum((q) => q.slots)}` : "–"}</dd></div>
-        <div><dt>Failed in 24 h</dt><dd>{recent.length}{failed.length === 200 && "+"}</dd></div>
+        <div><dt>Failed in 24 h</dt><dd>{failed}{!day.whole && "+"}</dd></div>
       </dl>
+      <Charts />
       <h2>Needs attention</h2>
       {needs.length ? <ul>{needs.map((n) => <li><Link to={n.to}>{n.text}</Link></li>)}</ul> : <p>Nothing.</p>}
       {!queues && <p>This key may not see queues and workers: it lacks the scope <code>operate</code>.</p>}
@@ -46,14 +48,14 @@ export function Overview() {
   );
 }
 
-function attention(queues: Queue[], workers: Worker[] | undefined, dead: Job[], endpoints: Endpoint[]) {
+function attention(queues: Queue[], workers: Worker[] | undefined, dead: DeadGroup[], endpoints: Endpoint[]) {
   const found: { text: string; to: string }[] = [];
   if (workers && !workers.some((w) => !w.draining)) found.push({ text: "no worker takes jobs", to: "/ui/workers" });
   for (const q of queues) {
     if (q.paused) found.push({ text: `the queue ${q.queue} is paused`, to: "/ui/queues" });
     else if (q.oldest_seconds > OLD_SECONDS) found.push({ text: `a job of ${q.queue} has waited for ${time(q.oldest_seconds)}`, to: `/ui/jobs?state=queued&queue=${q.queue}` });
   }
-  for (const [code, jobs] of byCode(dead)) found.push({ text: `${jobs.length} dead letter${jobs.length > 1 ? "s" : ""}: ${code}`, to: "/ui/dead-letters" });
+  for (const { code, count } of dead) found.push({ text: `${count} dead letter${count > 1 ? "s" : ""}: ${code ?? "unknown"}`, to: "/ui/dead-letters" });
   for (const e of endpoints) {
     if (e.state === "disabled" && e.reason && e.reason !== "by its owner") found.push({ text: `the endpoint ${e.url} is off: ${e.reason}`, to: `/ui/webhooks/${e.id}` });
     else if (e.failing_since) found.push({ text: `the endpoint ${e.url} has failed since ${ago(e.failing_since)}`, to: `/ui/webhooks/${e.id}` });
@@ -61,39 +63,65 @@ function attention(queues: Queue[], workers: Worker[] | undefined, dead: Job[], 
   return found;
 }
 
-const byCode = (jobs: Job[]) => {
-  const groups = new Map<string, Job[]>();
-  for (const job of jobs) { const code = job.error?.code ?? "unknown"; groups.set(code, [...(groups.get(code) ?? []), job]); }
-  return [...groups].sort((a, b) => b[1].length - a[1].length);
-};
-
 export const DeadLetters = () => <main><h1>Dead letters</h1><Needs scope="dlq:manage" for="Dead letters"><Dead /></Needs></main>;
 
+const CANARIES = 3;
+
 function Dead() {
-  const { value, error, again } = useLive(() => ask<Page<Job>>("/v1/dead-letters?limit=200"), [], {});
-  const [fault, setFault] = useState<Error>();
-  const [said, setSaid] = useState("");
-  const one = (job: Job) => ask(`/v1/jobs/${job.id}/replay`, "POST").then(() => { setSaid("1 is queued again."); again(); }, setFault);
-  const all = (code: string, count: number) => confirm(`Replay all dead letters of ${code} (${count} or more)?`)
-    && ask<{ replayed: number }>("/v1/dead-letters/replay", "POST", { filter: { code } })
-      .then((done) => { setSaid(`${done.replayed} are queued again.`); again(); }, setFault);
+  const { value, error, again } = useLive(() => ask<Page<DeadGroup>>("/v1/dead-letters/groups"), [], {});
   return (
     <>
-      <p role="status">{said}</p>
-      <Fault error={fault ?? error} />
+      <Fault error={error} />
       {value && !value.data.length && <p>There are none.</p>}
-      {byCode(value?.data ?? []).map(([code, jobs]) => (
-        <section>
-          <h2>{code} <small>{jobs.length}{value?.next_cursor ? "+" : ""}, last {ago(jobs[0].finished_at ?? jobs[0].created_at)}</small></h2>
-          <p>{jobs[0].error?.detail} <i>{jobs[0].error?.advice}</i></p>
-          <p class="actions">
-            <button type="button" onClick={() => one(jobs[0])}>Replay one</button>
-            <button type="button" onClick={() => all(code, jobs.length)}>Replay all</button>
-          </p>
-          <JobTable rows={jobs.slice(0, 10)} />
-        </section>
-      ))}
+      {value?.data.map((g) => <DeadGroupOf key={g.code} of={g} again={again} />)}
     </>
+  );
+}
+
+function DeadGroupOf({ of, again }: { of: DeadGroup; again: () => void }) {
+  const [fault, setFault] = useState<Error>();
+  const [said, setSaid] = useState("");
+  const [busy, setBusy] = useState(false);
+  const filter = { code: of.code };
+  const { value: sample } = useLive(() => ask<Page<Job>>(`/v1/dead-letters?limit=10&code=${of.code ?? ""}`), [of.code, of.count], undefined, 60);
+  const tried = (work: Promise<unknown>) => {
+    setBusy(true);
+    setFault(undefined);
+    return work.then(again, setFault).finally(() => setBusy(false));
+  };
+  const replay = (limit?: number) => ask<{ replayed: number }>("/v1/dead-letters/replay", "POST", { filter, ...(limit && { limit }) });
+  const one = () => tried(ask(`/v1/jobs/${of.newest}/replay`, "POST").then(() => setSaid("1 is queued again.")));
+  const all = () => confirm(`Replay all ${of.count} dead letters of ${of.code}?`)
+    && tried(replay().then((done) => setSaid(`${done.replayed} are queued again.`)));
+  const discard = () => confirm(`Take the newest dead letter of ${of.code} off the list for good?`)
+    && tried(ask(`/v1/dead-letters/${of.newest}/discard`, "POST").then(() => setSaid("1 is off the list.")));
+  // A few first, and what became of them, before all are sent after them.
+  const canary = () => tried((async () => {
+    const birds = (await ask<Page<Job>>(`/v1/dead-letters?limit=${CANARIES}&code=${of.code ?? ""}`)).data;
+    for (const bird of birds) await ask(`/v1/jobs/${bird.id}/replay`, "POST");
+    for (;;) {
+      const now = await Promise.all(birds.map((bird) => ask<Job>(`/v1/jobs/${bird.id}`)));
+      const ended = now.filter((j) => ["completed", "failed", "canceled"].includes(j.state));
+      const good = now.filter((j) => j.state === "completed").length;
+      setSaid(`Canary: ${good} of ${birds.length} completed${ended.length < birds.length ? ", the others run" : good === birds.length ? "; the rest may follow." : "; look at those that failed before you replay the rest."}`);
+      if (ended.length === birds.length) return;
+      await new Promise((done) => setTimeout(done, 1000));
+    }
+  })());
+  return (
+    <section>
+      <h2>{of.code ?? "unknown"} <small>{of.count}, first {ago(of.first_at)}, last {ago(of.last_at)}</small></h2>
+      <p>{of.detail} <i>{of.advice}</i> <Link to={`/ui/jobs/${of.newest}`}>See the newest.</Link></p>
+      <p class="actions">
+        <Act scope="jobs:write" on={one} disabled={busy}>Replay one</Act>
+        {may("jobs:write") && <Act scope="dlq:manage" on={canary} disabled={busy}>Canary of {Math.min(CANARIES, of.count)}</Act>}
+        <Act scope="dlq:manage" on={all} disabled={busy}>Replay all {of.count}</Act>
+        <Act scope="dlq:manage" on={discard} disabled={busy}>Discard one</Act>
+      </p>
+      <p role="status">{said}</p>
+      <Fault error={fault} />
+      {sample && sample.data.length > 0 && <JobTable rows={sample.data} />}
+    </section>
   );
 }
 

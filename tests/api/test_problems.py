@@ -365,6 +365,8 @@ SCOPES = {
     ("GET", "/v1/jobs/{job_id}/timeline"): "jobs:read",
     ("GET", "/v1/dead-letters"): "dlq:manage",
     ("POST", "/v1/dead-letters/replay"): "dlq:manage",
+    ("GET", "/v1/dead-letters/groups"): "dlq:manage",
+    ("GET", "/v1/figures"): "jobs:read",
     ("GET", "/v1/dead-letters/{job_id}"): "dlq:manage",
     ("POST", "/v1/dead-letters/{job_id}/discard"): "dlq:manage",
     ("GET", "/v1/media/{media_id}/events"): "media:read",

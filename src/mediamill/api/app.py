@@ -25,6 +25,7 @@ from mediamill.api import (
     dashboard,
     dead_letters,
     document,
+    figures,
     health,
     inbox,
     jobs,
@@ -371,6 +372,9 @@ _ROUTES: Final[tuple[_Route, ...]] = (
         _body(dead_letters.ReplayMany),
     ),
     _Route("/v1/dead-letters/{job_id}", "GET", dead_letters.read_dead_letter),
+    _Route(
+        "/v1/dead-letters/groups", "GET", dead_letters.list_groups, 200, dead_letters.GroupsBody
+    ),
     _Route("/v1/dead-letters/{job_id}/discard", "POST", dead_letters.discard_dead_letter),
     _Route("/v1/queues", "GET", queues.list_queues),
     _Route("/v1/queues/{queue}/pause", "POST", queues.pause_queue),
@@ -448,6 +452,18 @@ _ROUTES: Final[tuple[_Route, ...]] = (
     ),
     _Route("/v1/inbox", "POST", inbox.receive, 204),
     _Route("/v1/inbox", "GET", inbox.read),
+    _Route(
+        "/v1/figures",
+        "GET",
+        figures.read_figures,
+        200,
+        figures.FiguresBody,
+        {
+            "parameters": [
+                {"name": "minutes", "in": "query", "schema": {"type": "integer", "minimum": 1}}
+            ]
+        },
+    ),
     _Route("/v1/keys", "POST", keys.create_key, 201, keys.NewKeyBody, _body(keys.NewKey)),
     _Route("/v1/keys", "GET", keys.list_keys),
     _Route("/v1/keys/self", "GET", keys.read_self, 200, keys.SelfBody),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
@@ -23,7 +23,7 @@ from mediamill.api.services import (
     services,
     shown_error,
 )
-from mediamill.failures import Code, Refused
+from mediamill.failures import BY_NAME, Code, Refused
 
 SCHEMA_VERSION: Final = 1
 _MOST: Final = 10_000
@@ -59,6 +59,47 @@ class ReplayMany(BaseModel):
     filter: Which = Field(default_factory=Which)
     rate_per_second: float = Field(default=10.0, gt=0, le=10_000)
     limit: int = Field(default=_MOST, ge=1, le=_MOST)
+
+
+class Group(BaseModel):
+    """Dead letters of one code."""
+
+    code: str | None
+    count: int
+    first_at: datetime
+    last_at: datetime
+    newest: str = Field(description="The id of one, to look at.")
+    detail: str
+    advice: str
+
+
+class GroupsBody(BaseModel):
+    """The largest group first; 100 at most."""
+
+    schema_version: Literal[1]
+    data: list[Group]
+
+
+async def list_groups(request: Request) -> Response:
+    """Dead letters by code: how many, since when, and one to look at."""
+    sender = await caller(request, "dlq:manage")
+    known_parameters(request)
+    async with db.acquire(services(request).pool) as connection:
+        rows = await jobs.dead_groups(connection, sender.tenant_id)
+    data = [
+        {
+            "code": row["code"],
+            "count": row["jobs"],
+            "first_at": iso_time(row["first_at"]),
+            "last_at": iso_time(row["last_at"]),
+            "newest": ids.encode(ids.JOB, row["newest"]),
+            "detail": code.title if code else "",
+            "advice": code.advice if code else "",
+        }
+        for row in rows
+        for code in (BY_NAME.get(row["code"]),)
+    ]
+    return json_response({"schema_version": SCHEMA_VERSION, "data": data})
 
 
 async def list_dead_letters(request: Request) -> Response:
