@@ -14,7 +14,7 @@ export interface MediaItem {
   error: Failure | null; created_at: string;
 }
 export interface Media extends MediaItem {
-  stage: string | null; progress: number | null; variants: Variant[];
+  stage: string | null; progress: number | null; variants: Variant[]; detected_type: string | null;
   job: { id: string; state: string; position: number | null; estimate: Estimate | null } | null;
 }
 export interface Attempt {
@@ -102,6 +102,9 @@ export async function ask<T>(path: string, method = "GET", body?: unknown, more:
   const answer = await send(path, method, body, more);
   return answer.status === 204 ? (undefined as T) : answer.json();
 }
+
+// Bytes that only a key reads.
+export const download = (path: string) => send(path, "GET", undefined, {}).then((answer) => answer.blob());
 
 // Makes something: a click that is sent twice makes it once.
 export const make = <T>(path: string, body: unknown = {}) => ask<T>(path, "POST", body, { "Idempotency-Key": `"${once()}"` });

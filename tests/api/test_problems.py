@@ -350,6 +350,7 @@ SCOPES = {
     ("POST", "/v1/upload-tokens"): "uploads:write",
     ("GET", "/v1/media/{media_id}/timeline"): "media:read",
     ("POST", "/v1/media/{media_id}/process"): "media:write",
+    ("GET", "/v1/media/{media_id}/original"): "media:read",
     ("GET", "/v1/media/{media_id}/variants/{name}"): "media:read",
     ("GET", "/v1/recipes"): "media:read",
     ("POST", "/v1/recipes/validate"): "media:read",

@@ -264,6 +264,19 @@ _ROUTES: Final[tuple[_Route, ...]] = (
         media.MediaBody,
         _body(media.Process),
     ),
+    _Route(
+        "/v1/media/{media_id}/original",
+        "GET",
+        media.read_original,
+        more={
+            "responses": {
+                "200": {
+                    "description": "The bytes.",
+                    "content": {"application/octet-stream": {"schema": {"type": "string"}}},
+                }
+            }
+        },
+    ),
     _Route("/v1/media/{media_id}/variants/{name:path}", "GET", media.read_variant, 307),
     _Route(
         "/v1/media/{media_id}/events", "GET", streams.media_events, more=_stream("last_event_id")
