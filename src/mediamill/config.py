@@ -378,6 +378,25 @@ def parse_secrets_keys(text: str) -> list[bytes]:
     return keys
 
 
+def shown(settings: Settings) -> dict[str, Any]:
+    """The settings by name, as JSON, for people: secrets and passwords read `***`."""
+    return {
+        name: _masked(name, value)
+        for name, value in sorted(settings.model_dump(mode="json").items())
+    }
+
+
+def _masked(name: str, value: Any) -> Any:
+    if value is None:
+        return None
+    if any(word in name for word in ("secret", "password", "token", "account_key")):
+        return "***"
+    if isinstance(value, str) and name.endswith(("url", "endpoint")):
+        value = re.sub(r"(?<=://)([^:/@\s]*):\S*@", r"\1:***@", value)
+        return re.sub(r"(?i)(password=)[^&\s]*", r"\1***", value)
+    return value
+
+
 def parse_slots(text: str | None) -> dict[str, int]:
     """`image=4,video=1` as a mapping; None gives the defaults for this machine.
 

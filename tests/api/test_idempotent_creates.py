@@ -123,8 +123,11 @@ async def test_every_create_of_the_document_is_here(api: Api) -> None:
         "/v1/uploads/{upload_id}/abort": "the state decides",
         "/v1/upload-tokens": "makes nothing",
         "/v1/recipes/validate": "makes nothing",
+        "/v1/recipes/dry-run": "makes nothing",
         "/v1/jobs/{job_id}/cancel": "the state decides",
         "/v1/jobs/{job_id}/replay": "the state decides: only a failed job",
+        "/v1/jobs/cancel": "the state decides",
+        "/v1/jobs/replay": "the state decides: only failed jobs",
         "/v1/dead-letters/replay": "a repeat goes on where the first one ended",
         "/v1/dead-letters/{job_id}/discard": "the state decides",
         "/v1/queues/{queue}/pause": "sets",
@@ -133,6 +136,8 @@ async def test_every_create_of_the_document_is_here(api: Api) -> None:
         "/v1/stream-urls": "makes nothing",
         "/v1/webhook-endpoints/{endpoint_id}/recover": "what was sent again is not sent twice",
         "/v1/deliveries/{delivery_id}/redeliver": "the receiver knows the id",
+        "/v1/keys": "a kept answer would hold the key",
+        "/v1/storage-checks": "removes what it makes",
         "/v1/inbox": "a receiver of webhooks knows the id",
     }
     here = {

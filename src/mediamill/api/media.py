@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing, suppress
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Final, Literal
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 from uuid import UUID
 
 from fastapi import APIRouter
@@ -26,7 +26,7 @@ from pydantic_core import PydanticCustomError
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Message
 
 from mediamill import (
@@ -743,6 +743,46 @@ async def read_variant(request: Request) -> Response:
         raise Refused(Code.NOT_FOUND)
     url, _ = _read_address(here, dict(row), _url_expiry(here))
     return Response(status_code=307, headers={"Location": url, "Cache-Control": "no-store"})
+
+
+async def read_original(request: Request) -> Response:
+    """The bytes of the original, as an attachment. No address is signed for it."""
+    sender = await caller(request, "media:read")
+    known_parameters(request)
+    here = services(request)
+    media_id = path_id(request, ids.MEDIA, "media_id")
+    async with db.acquire(here.pool) as connection:
+        original = await media.original(connection, sender.tenant_id, media_id)
+    if original is None:
+        raise Refused(Code.NOT_FOUND)
+    if original.deleted_at is not None:
+        raise Refused(Code.GONE)
+    if original.object_version is None:
+        raise Refused(Code.WRONG_STATE, f"It is {original.state}; its bytes are not here yet.")
+    stream = here.storage.read(original.upload_key, original.object_version)
+    try:
+        first = await anext(stream, b"")
+    except Failure as failure:
+        if failure.code is Code.SOURCE_MISSING:
+            raise Refused(Code.GONE, "The original is no longer kept.") from None
+        raise
+
+    async def body() -> AsyncIterator[bytes]:
+        async with aclosing(stream):
+            yield first
+            async for chunk in stream:
+                yield chunk
+
+    name = quote(original.filename or "original", safe="")
+    headers = {
+        "Content-Length": str(original.size),
+        "Content-Disposition": f"attachment; filename*=UTF-8''{name}",
+        "Content-Security-Policy": "default-src 'none'; sandbox",
+        "X-Content-Type-Options": "nosniff",
+        "Cache-Control": "private, no-store",
+    }
+    kind = original.detected_type or "application/octet-stream"
+    return StreamingResponse(body(), 200, headers, kind)
 
 
 async def shown_media(

@@ -68,6 +68,17 @@ class Part:
     etag: str
 
 
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One property of a storage. `ok` None: good to have, or not to be told. `remedy` is for the
+    operator."""
+
+    name: str
+    ok: bool | None
+    detail: str
+    remedy: str = ""
+
+
 class Receiver(Protocol):
     """An object on its way in. Write, then commit; abort is safe at any time."""
 

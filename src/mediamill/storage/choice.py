@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
 from uuid import UUID
 
 from mediamill import signing
 from mediamill.config import Settings
-from mediamill.storage import Storage, StorageRefused
+from mediamill.storage import Finding, Storage, StorageRefused
 from mediamill.storage.local import open_local
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ async def open_storage(
             )
 
 
-async def open_for_inspection(settings: Settings) -> Bucket | None:
+async def _unopened(settings: Settings) -> Bucket | None:
     """The bucket of the settings, whoever's it is; None on a local disk. Raises StorageRefused."""
     try:
         match settings.storage:
@@ -74,6 +74,22 @@ async def open_for_inspection(settings: Settings) -> Bucket | None:
                 return await azure.unopened(azure.place(settings))
     except ImportError as error:
         raise missing(settings.storage, error) from None
+
+
+async def inspect(settings: Settings, origin: str) -> AsyncIterator[Finding]:
+    """What the storage really enforces; `origin` is that of a page that uploads. Raises
+    StorageRefused."""
+    bucket = await _unopened(settings)
+    if bucket is None:
+        yield Finding("local disk", True, f"{settings.objects_dir}; the API enforces all")
+        return
+    from mediamill.storage.inspection import Inspection
+
+    try:
+        async for finding in Inspection(bucket, origin).run():
+            yield finding
+    finally:
+        await bucket.close()
 
 
 def missing(extra: str, error: ImportError) -> StorageRefused:

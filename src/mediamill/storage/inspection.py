@@ -11,14 +11,13 @@ import hashlib
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
 import httpx2 as httpx
 
 from mediamill.failures import Failure
-from mediamill.storage import SignedRequest
+from mediamill.storage import Finding, SignedRequest
 from mediamill.storage.bucket import Bucket, Refusal
 
 _AREA: Final = "uploads/mediamill-doctor"
@@ -29,16 +28,6 @@ _UNCHECKED: Final = (
     "This store does not check it. Originals are checked again when they are accepted, but a "
     "client can store what it likes; take another store for untrusted clients."
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One property. `ok` None: good to have, or not to be told. `remedy` is for the operator."""
-
-    name: str
-    ok: bool | None
-    detail: str
-    remedy: str = ""
 
 
 class Inspection:
