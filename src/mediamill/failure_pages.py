@@ -67,6 +67,11 @@ CAUSES: Final[dict[Code, Cause]] = {
         "Following such references would let a file read what its owner may not.",
         "The file is a playlist that points to other files.",
     ),
+    Code.UNKNOWN_ENCODING: Cause(
+        "Subtitles were given whose bytes are no UTF-8 and no UTF-16, and nothing says which of the "
+        "older encodings they are in.",
+        "The encoding of the subtitles could not be told from their bytes.",
+    ),
     Code.RESOURCE_LIMIT: Cause(
         "The file has more pixels, frames, seconds, streams or bytes than the settings or the "
         "recipe allow. That is found before it is decoded, so that a bomb costs nothing.",

@@ -171,16 +171,18 @@ class Tally:
     """A counter of the whole installation: it shows what was read from the database last."""
 
     def __init__(self, name: str, documentation: str, labels: tuple[str, str]) -> None:
-        self._name, self._documentation, self._labels = name, documentation, labels
+        # Named as the library names its own, for those who list them all.
+        self._name, self._documentation = name.removesuffix("_total"), documentation
+        self._labelnames = labels
         self.counted: Mapping[tuple[str, str], int] = {}
 
     def describe(self) -> Iterator[CounterMetricFamily]:
         """Its name, without figures; the registry asks once."""
-        yield CounterMetricFamily(self._name, self._documentation, labels=self._labels)
+        yield CounterMetricFamily(self._name, self._documentation, labels=self._labelnames)
 
     def collect(self) -> Iterator[CounterMetricFamily]:
         """Its figures, as the registry wants them."""
-        family = CounterMetricFamily(self._name, self._documentation, labels=self._labels)
+        family = CounterMetricFamily(self._name, self._documentation, labels=self._labelnames)
         for labels, count in self.counted.items():
             family.add_metric(labels, count)
         yield family

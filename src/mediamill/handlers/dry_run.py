@@ -17,6 +17,7 @@ from mediamill.recipes.video import (
     HlsOutput,
     Mp4Output,
     PosterOutput,
+    SoundHlsOutput,
     StoryboardOutput,
     SubtitlesOutput,
     VideoOutput,
@@ -118,6 +119,14 @@ def _of(wanted: VideoOutput | AudioOutput, sample: Sample) -> Iterator[Planned]:
                 most_bytes=_bytes(wanted.audio_kbps, sample),
                 note="for each sound track",
             )
+        case SoundHlsOutput():
+            for kbps in wanted.ladder:
+                yield Planned(
+                    f"{wanted.name}/{kbps}k",
+                    "HLS and DASH",
+                    most_bytes=_bytes(kbps, sample),
+                    note=f"{kbps} kbit/s for each sound track",
+                )
         case PosterOutput():
             scale = min(1.0, wanted.short_side / min(width, height))
             size = (max(1, round(width * scale)), max(1, round(height * scale)))
