@@ -93,7 +93,7 @@ soak: $(DEV)  ## random faults for SECONDS (default 600), then an independent ch
 	$(BIN)/python benchmarks/soak.py
 
 lock: $(DEV)  ## pin every requirement again, with hashes and without addresses
-	$(BIN)/uv pip compile -q --universal --python-version 3.11 pyproject.toml --extra embedded --extra tools --extra s3 --group dev --generate-hashes --no-emit-index-url --no-header -o requirements/dev.txt
+	$(BIN)/uv pip compile -q --universal --python-version 3.11 pyproject.toml --extra embedded --extra tools --extra s3 --extra azure --extra gcs --group dev --generate-hashes --no-emit-index-url --no-header -o requirements/dev.txt
 	$(BIN)/uv pip compile -q --universal --python-version 3.11 pyproject.toml --extra embedded --extra tools -c requirements/dev.txt --generate-hashes --no-emit-index-url --no-header -o requirements/run.txt
 	$(BIN)/uv pip compile -q --universal --python-version 3.11 requirements/build.in --generate-hashes --no-emit-index-url --no-header -o requirements/build.txt
 

@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import asyncpg
 import pytest
@@ -16,6 +17,9 @@ from tests.storage.seaweed import Seaweed, seaweed
 
 from mediamill import db, queue
 from mediamill.embedded import Embedded
+
+if TYPE_CHECKING:
+    from tests.storage.azurite import Azurite
 
 _TEMPLATE = "template_mediamill"
 
@@ -88,4 +92,13 @@ def database_url(server: str, name: str) -> str:
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seaweed]:
     """An S3 server of this process, for the tests that need one."""
     with seaweed(tmp_path_factory.mktemp("seaweed")) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def azure_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Azurite]:
+    """Azure's emulator, for the tests that need it."""
+    from tests.storage.azurite import azurite
+
+    with azurite(tmp_path_factory.mktemp("azurite")) as running:
         yield running

@@ -50,7 +50,7 @@ async def clear(connection: db.Connection) -> None:
     """Forget all work of every tenant, for tests that look at all of it."""
     tables = (
         "deliveries endpoints forecasts attempts jobs variants sets erasures media transitions"
-        " events idempotency workers mediamill_tickets transfer_parts transfers"
+        " events idempotency workers mediamill_tickets transfer_parts transfers tallies"
     )
     await connection.execute(";".join(f"DELETE FROM {table}" for table in tables.split()))
 

@@ -413,6 +413,40 @@ async def test_lost_answers_make_nothing_twice(served: Served) -> None:
     assert network.seen.count("POST /v1/media") == 2
 
 
+class OneCreation(httpx.HTTPTransport):
+    """A storage that answers a second write as one that its signature does not grant; the answer
+    to the first is lost if `stores`, else nothing is stored at all."""
+
+    def __init__(self, *, stores: bool) -> None:
+        super().__init__()
+        self._stores = stores
+        self._puts = 0
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        if request.method != "PUT":
+            return super().handle_request(request)
+        self._puts += 1
+        if self._stores and self._puts == 1:
+            super().handle_request(request).read()
+            raise httpx.ReadError("the connection was cut")
+        return httpx.Response(403, text="AuthorizationPermissionMismatch")
+
+
+@pytest.mark.parametrize("stores", [True, False])
+async def test_a_second_write_that_is_not_granted_is_told_from_a_slot_that_is_refused(
+    served: Served, stores: bool
+) -> None:
+    def work() -> None:
+        with _client(served, transport=OneCreation(stores=stores)) as client:
+            if stores:
+                assert client.media.submit(b"\xff\xd8\xff\xe0 small").state == "queued"
+            else:
+                with pytest.raises(Forbidden, match="PermissionMismatch"):
+                    client.media.submit(b"\xff\xd8\xff\xe0 small")
+
+    await asyncio.to_thread(work)
+
+
 async def test_no_answer_at_all_is_an_error_after_the_last_try(served: Served) -> None:
     network = Faulty(lambda _: True)
 

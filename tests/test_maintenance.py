@@ -14,7 +14,18 @@ import asyncpg
 import pytest
 from tests import rows
 
-from mediamill import db, ids, jobs, media, queue, signing, uploads, variants
+from mediamill import (
+    db,
+    failpoints,
+    ids,
+    jobs,
+    media,
+    queue,
+    signing,
+    tallies,
+    uploads,
+    variants,
+)
 from mediamill.config import Settings
 from mediamill.failures import Code, Failure, LeaseLost, Problem
 from mediamill.jobs import Birth, Claim
@@ -86,6 +97,15 @@ class Mill:
     async def tickets(self) -> list[UUID]:
         async with db.acquire(self.pool) as connection:
             return await rows.tickets(connection, self.tenant)
+
+    async def swept(self, what: str) -> dict[str, int]:
+        """What the metrics say of such leftovers."""
+        async with db.acquire(self.pool) as connection:
+            counted = await tallies.read(connection, tallies.SWEPT)
+        assert {outcome for kind, outcome in counted if kind == what} <= set(
+            tallies.LEFTOVERS[what]
+        )
+        return {outcome: count for (kind, outcome), count in counted.items() if kind == what}
 
     def files(self) -> list[str]:
         root = self.store.root
@@ -421,10 +441,10 @@ async def test_an_erasure_that_storage_refuses_is_tried_again(
 
     with monkeypatch.context() as patch:
         patch.setattr(LocalStorage, "delete", refuses)
-        with pytest.raises(Failure):
-            await mill.do("erase")
+        assert await mill.do("erase") == 0
     assert len(await mill.sql("SELECT 1 FROM erasures")) == 1
     assert await mill.do("erase") == 1
+    assert await mill.swept("media") == {"failed": 1, "erased": 1}
 
 
 async def test_the_preview_of_an_erased_media_is_forgotten_in_the_log(mill: Mill) -> None:
@@ -583,6 +603,125 @@ async def test_uploaded_bytes_that_no_media_wants_are_swept(mill: Mill) -> None:
         assert await mill.duties.sweep_uploads(connection) == 0, "they are too young to tell"
         assert await mill.duties.sweep_uploads(connection, older_than_seconds=-60) == 2
     assert mill.files() == [f"{uploads.prefix(mill.tenant, accepted)}/x/original"]
+
+
+# --- what all sweeps have in common
+
+
+@dataclass(slots=True)
+class Leftovers:
+    """A few of everything that is swept out of a storage, beside one of each that stays."""
+
+    mill: Mill
+    wanted: list[str]
+
+    @classmethod
+    async def laid_out(cls, mill: Mill, count: int) -> Leftovers:
+        media_id, birth = await mill.accepted()
+        held = await mill.claim(birth)
+        wanted = [
+            f"{variants.stage_prefix(held)}/w8.webp",
+            f"{uploads.prefix(mill.tenant, media_id)}/x/original",
+        ]
+        for key in wanted:
+            await mill.put(key)
+        for _ in range(count):
+            await mill.put(f"stage/{mill.tenant}/{ids.new()}.1/w8.webp")
+            await mill.put(f"{uploads.prefix(mill.tenant, ids.new())}/x/original")
+        _, old, _ = await superseded(mill)
+        await mill.sql("UPDATE sets SET expires_at = now() - interval '1 s' WHERE set_id = $1", old)
+        kept = [f for f in mill.files() if f.startswith("media/") and old not in f]
+        return cls(mill, sorted([*wanted, *kept]))
+
+    async def sweep(self) -> None:
+        for name in ("sweep_staging", "sweep_sets"):
+            await self.mill.do(name)
+        async with db.transaction(self.mill.pool) as connection:
+            await self.mill.duties.sweep_uploads(connection, older_than_seconds=-60)
+
+
+async def test_a_sweep_that_dies_half_way_is_finished_by_the_next(mill: Mill) -> None:
+    """And loses nothing that is wanted, however often it dies, and at whichever step."""
+    laid = await Leftovers.laid_out(mill, 4)
+    before = len(mill.files())
+    deaths = 0
+    for nth in (3, 2, 1, 1, 1):
+        failpoints.arm(f"maintenance.swept:raise:{nth}")
+        try:
+            await laid.sweep()
+        except OSError:
+            deaths += 1
+        finally:
+            failpoints.arm(None)
+        assert set(laid.wanted) <= set(mill.files())
+    assert deaths >= 3
+    assert len(mill.files()) < before
+    await laid.sweep()
+    assert mill.files() == laid.wanted
+    await laid.sweep()  # once more changes nothing
+    assert mill.files() == laid.wanted
+
+
+async def test_while_the_storage_is_out_every_sweep_waits_for_it(
+    mill: Mill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    laid = await Leftovers.laid_out(mill, 8)
+    before = mill.files()
+    for gone in ("delete", "list"):  # sets are known without a listing
+        with monkeypatch.context() as patch:
+
+            async def out(_self: LocalStorage, _prefix: str) -> int:
+                raise Failure(Code.STORAGE_UNAVAILABLE)
+
+            patch.setattr(LocalStorage, gone, out)
+            await laid.sweep()
+        left = set(before) - set(mill.files())
+        assert not any(gone == "delete" or not name.startswith("media/") for name in left)
+    # A few refusals are enough for a round; a listing that fails is one.
+    assert await mill.swept("staged") == {"failed": 6}
+    assert await mill.swept("original") == {"failed": 6}
+    assert await mill.swept("set") == {"failed": 1, "removed": 1}
+    await laid.sweep()
+    assert mill.files() == laid.wanted
+    assert await mill.swept("staged") == {"failed": 6, "removed": 8}
+    assert await mill.swept("original") == {"failed": 6, "removed": 8}
+
+
+async def test_one_thing_that_cannot_be_removed_does_not_hold_the_others_up(
+    mill: Mill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck, free = [(await mill.ready(w8=content))[0] for content in (b"x", b"y")]
+    for media_id in (stuck, free):
+        async with db.transaction(mill.pool) as connection:
+            await uploads.delete(connection, mill.settings, mill.tenant, media_id, reason="test")
+    delete = LocalStorage.delete
+
+    async def refuses_one(self: LocalStorage, prefix: str) -> int:
+        if str(stuck) in prefix:
+            raise Failure(Code.STORAGE_AUTH)
+        return await delete(self, prefix)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStorage, "delete", refuses_one)
+        assert await mill.do("erase") == 1
+    assert all(str(stuck) in file for file in mill.files())
+    assert await mill.do("erase") == 1
+    assert mill.files() == []
+
+
+async def test_a_round_is_bounded(mill: Mill) -> None:
+    for number in range(105):
+        await mill.put(f"stage/{mill.tenant}/{ids.new()}.{number}/x")
+    assert await mill.do("sweep_staging") == 100
+    assert await mill.do("sweep_staging") == 5
+    assert await mill.swept("staged") == {"removed": 105}
+
+
+async def test_slots_that_end_are_counted(mill: Mill) -> None:
+    there, _ = [await slot(mill, 60) for _ in range(2)]
+    await mill.put(there.upload_key, b"12345")
+    await mill.do("close_slots")
+    assert await mill.swept("slot") == {"accepted": 1, "expired": 1}
 
 
 # --- forget

@@ -15,7 +15,7 @@ from tests.make_media import RED, flat, save
 
 from mediamill import config, recipes
 from mediamill.config import ConfigError, ImageLimits
-from mediamill.handlers import image
+from mediamill.handlers import grid
 from mediamill.recipes import FocalPoint, Recipe
 
 FOLDER = Path(recipes.__file__).parent
@@ -61,7 +61,7 @@ def test_the_first_version_of_web_means_what_it_meant() -> None:
     web = recipes.find("web", 1)
     assert web is not None
     assert web.image is not None
-    files = image.plan(web.image, 1000, 667)
+    files = grid.plan(web.image, 1000, 667)
     assert [f.name for f in files] == [
         f"w{width}.{ending}" for width in (320, 640, 1000) for ending in ("avif", "webp", "jpg")
     ]
@@ -282,13 +282,13 @@ def test_an_output_takes_what_it_does_not_say_from_the_image_part() -> None:
         )
     )
     assert recipe.image is not None
-    plain, own = (f.wanted() for f in image.plan(recipe.image, 100, 100))
+    plain, own = (f.wanted() for f in grid.plan(recipe.image, 100, 100))
     assert (plain["background"], plain["sharpen"], plain["crop"]) == ("#112233", 1.5, "attention")
     assert (plain["animation"], plain["focal_point"]) == (True, {"x": 0.2, "y": 0.3})
     assert (own["background"], own["sharpen"], own["crop"]) == ("#445566", 0, "center")
     assert (own["animation"], own["format"]) == (False, "png")
     assert own["focal_point"] == {"x": 0.9, "y": 0.9}
-    told = image.plan(recipe.image, 100, 100, focal_point=FocalPoint(x=0.0, y=1.0))
+    told = grid.plan(recipe.image, 100, 100, focal_point=FocalPoint(x=0.0, y=1.0))
     assert {str(f.focal_point) for f in told} == {"x=0.0 y=1.0"}
 
 

@@ -87,6 +87,7 @@ async def test_every_table_of_a_tenant_is_keyed_by_it(database: str) -> None:
     installation_wide = {
         "instance",
         "secrets",
+        "tallies",
         "workers",
         "queues",
         "kinds",

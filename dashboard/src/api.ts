@@ -14,7 +14,7 @@ export interface MediaItem {
   error: Failure | null; created_at: string;
 }
 export interface Media extends MediaItem {
-  stage: string | null; progress: number | null; variants: Variant[];
+  stage: string | null; progress: number | null; variants: Variant[]; detected_type: string | null;
   job: { id: string; state: string; position: number | null; estimate: Estimate | null } | null;
 }
 export interface Attempt {
@@ -38,13 +38,46 @@ export interface Worker {
   id: string; host: string; version: string; slots: Record<string, number>; sandbox: string | null;
   started_at: string; seen_at: string; draining: boolean;
 }
-export interface Recipe { name: string; version: number; kinds: string[] }
+export interface Recipe {
+  name: string; version: number; kinds: string[]; built_in: boolean; versions: number[]; recipe: Record<string, unknown>;
+}
+export interface Verdict { valid: boolean; errors: { pointer: string; detail: string }[] }
+export interface DryRun {
+  kind: string; estimate: Estimate;
+  outputs: { name: string; type: string; width: number | null; height: number | null; most_bytes: number | null; note: string | null }[];
+}
+export interface Me { id: string; tenant: string; role: string | null; may: string[] }
+export interface Key {
+  id: string; name: string; last4: string; scopes: string[]; role: string | null; created_at: string;
+  expires_at: string | null; revoked_at: string | null; last_used_at: string | null;
+}
+export interface NewKey extends Key { api_key: string }
+export interface Setting { name: string; value: unknown; origin: string; is_default: boolean }
+export interface Checks { storage: string; data: { name: string; ok: boolean | null; detail: string; remedy: string }[] }
+export interface Figures {
+  since: string; until: string; whole: boolean;
+  steps: { at: string; completed: number; failed: number; p50_seconds: number | null; p95_seconds: number | null }[];
+}
+export interface DeadGroup { code: string | null; count: number; first_at: string; last_at: string; newest: string; detail: string; advice: string }
+export interface Endpoint {
+  id: string; url: string; description: string | null; types: string[] | null; payload: string; signing: string;
+  state: string; reason: string | null; failures: number; failing_since: string | null; paused_until: string | null;
+  created_at: string; secret?: string; old_secret_until?: string | null;
+}
+export interface DeliveryAttempt {
+  attempt: number; at: string; duration_ms: number; status: number | null; response: string | null; failure: string | null;
+}
+export interface Delivery {
+  id: string; event_id: string; type: string; state: string; reason: string | null; attempt: number; status: number | null;
+  next_attempt_at: string | null; created_at: string; url?: string | null; body?: string | null; attempts?: DeliveryAttempt[];
+}
+export interface Letter { received_at: string; headers: Record<string, string>; body: string }
 export interface Page<T> { data: T[]; next_cursor?: string | null }
 
 const KEY = "mediamill-key";
 
 export const key = () => sessionStorage.getItem(KEY);
-export const signOut = () => sessionStorage.removeItem(KEY);
+export const signOut = () => { sessionStorage.removeItem(KEY); known = undefined; };
 export const keep = (value: string) => sessionStorage.setItem(KEY, value);
 
 export class Problem extends Error {
@@ -53,26 +86,51 @@ export class Problem extends Error {
   }
 }
 
-export async function ask<T>(path: string, method = "GET", body?: unknown): Promise<T> {
-  const headers: Record<string, string> = { Authorization: `Bearer ${key()}` };
+async function send(path: string, method: string, body: unknown, more: Record<string, string>): Promise<Response> {
+  const headers: Record<string, string> = { Authorization: `Bearer ${key()}`, ...more };
   if (body !== undefined) headers["Content-Type"] = "application/json";
   const answer = await fetch(path, { method, headers, body: body === undefined ? undefined : JSON.stringify(body) });
-  if (!answer.ok) {
-    const said = await answer.json().catch(() => ({}));
-    if (answer.status === 401) dispatchEvent(new Event("signed-out"));
-    throw new Problem(answer.status, said.code ?? String(answer.status), said.detail ?? answer.statusText, said.advice ?? "");
-  }
+  if (answer.ok) return answer;
+  const said = await answer.json().catch(() => ({}));
+  if (answer.status === 401) dispatchEvent(new Event("signed-out"));
+  const faults: { pointer?: string; parameter?: string; detail: string }[] = said.errors ?? [];
+  const detail = [said.detail ?? answer.statusText, ...faults.map((f) => `${f.pointer ?? f.parameter}: ${f.detail}`)].join(" ");
+  throw new Problem(answer.status, said.code ?? String(answer.status), detail, said.advice ?? "");
+}
+
+export async function ask<T>(path: string, method = "GET", body?: unknown, more: Record<string, string> = {}): Promise<T> {
+  const answer = await send(path, method, body, more);
   return answer.status === 204 ? (undefined as T) : answer.json();
+}
+
+// Bytes that only a key reads.
+export const download = (path: string) => send(path, "GET", undefined, {}).then((answer) => answer.blob());
+
+// Makes something: a click that is sent twice makes it once.
+export const make = <T>(path: string, body: unknown = {}) => ask<T>(path, "POST", body, { "Idempotency-Key": `"${once()}"` });
+const once = () => [...crypto.getRandomValues(new Uint32Array(4))].map((n) => n.toString(36)).join("");
+
+// Changes what nobody else has changed since it was read here.
+export async function change<T>(path: string, method: "PATCH" | "DELETE", body?: unknown): Promise<T> {
+  const etag = (await send(path, "GET", undefined, {})).headers.get("ETag") ?? "";
+  return ask<T>(path, method, body, { "If-Match": etag });
 }
 
 // A key that this machine gives to its own browser, where an operator allows that.
 export async function signIn(): Promise<boolean> {
-  if (key()) return true;
-  const answer = await fetch("/ui/session", { method: "POST" });
-  if (!answer.ok) return false;
-  keep((await answer.json()).api_key);
+  if (!key()) {
+    const answer = await fetch("/ui/session", { method: "POST" });
+    if (!answer.ok) return false;
+    keep((await answer.json()).api_key);
+  }
+  known = await ask<Me>("/v1/keys/self");
   return true;
 }
+
+// Whose key it is and what it may do; the pages show nothing else to press.
+let known: Me | undefined;
+export const me = () => known ?? { id: "", tenant: "", role: null, may: [] };
+export const may = (scope: string) => me().may.includes(scope);
 
 // Calls back after every change, at most twice a second, over cuts; returns what ends it.
 export function follow(what: { media_id?: string; job_id?: string }, changed: (data: unknown) => void): () => void {

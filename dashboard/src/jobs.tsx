@@ -1,19 +1,50 @@
-import { useEffect, useRef, useState } from "preact/hooks";
-import { ask, follow, type Job, type Page, type Timeline } from "./api";
-import { ago, Bar, CopyAs, Fault, Link, Segments, State, time, useLive, Why } from "./parts";
+import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { ask, follow, may, type Job, type Page, type Timeline } from "./api";
+import { Act, ago, Bar, Calls, Copy, Fault, go, Link, Needs, Segments, State, time, useLive, Why } from "./parts";
 
 const STATES = ["", "queued", "processing", "completed", "failed", "canceled"];
+const TOKENS = ["kind", "queue", "code", "since", "until"];
+const UNITS: Record<string, number> = { s: 1, m: 60, h: 3600, d: 86400 };
+
+// `kind:video code:corrupt_input since:2h`, as somebody types it, to the words of the address.
+function tokens(typed: string): Record<string, string> {
+  return Object.fromEntries(typed.split(/\s+/).filter(Boolean).map((word) => {
+    const [name, ...value] = word.split(":");
+    if (![...TOKENS, "state"].includes(name) || !value.join(":")) throw new Error(`“${word}” is no filter. Known: state, ${TOKENS.join(", ")}, each as name:value.`);
+    return [name, value.join(":")];
+  }));
+}
+
+// A moment: `2h` ago, or a date.
+function moment(given: string): string {
+  const ago = /^(\d+)([smhd])$/.exec(given);
+  const at = ago ? Date.now() - Number(ago[1]) * UNITS[ago[2]] * 1000 : Date.parse(given);
+  if (Number.isNaN(at)) throw new Error(`“${given}” is no time: take 30m, 2h, 7d or 2026-01-31.`);
+  return new Date(at).toISOString();
+}
+
+// The filter as the API takes it. `since` is fixed when the address is read, so that all pages mean the same.
+function filter(given: Record<string, string>): Record<string, string> {
+  const { kind, queue, code, since, until } = given;
+  return {
+    ...(kind && { kind }), ...(queue && { queue }), ...(code && { error_code: code }),
+    ...(since && { created_after: moment(since) }), ...(until && { created_before: moment(until) }),
+  };
+}
 
 export function Jobs() {
-  const given = new URLSearchParams(location.search);
-  const [state, kind, queue] = ["state", "kind", "queue"].map((n) => given.get(n) ?? "");
-  const query = new URLSearchParams(Object.entries({ state, kind, queue }).filter(([, v]) => v));
+  const query = new URLSearchParams(location.search);
+  const given = Object.fromEntries([...query].filter(([n, v]) => v && [...TOKENS, "state"].includes(n)));
+  const state = given.state ?? "";
+  const where = new URLSearchParams(given).toString();
   const [rows, setRows] = useState<Job[]>();
   const [fresh, setFresh] = useState<Job[]>([]);
   const [cursor, setCursor] = useState<string | null>();
   const [error, setError] = useState<Error>();
+  const [paused, setPaused] = useState(false);
   const seen = useRef<Job[]>([]);
-  const load = (more = "") => ask<Page<Job>>(`/v1/jobs?limit=50&${query}${more}`);
+  const asked = useMemo(() => { try { return filter(given); } catch (e) { setError(e as Error); return undefined; } }, [where]);
+  const load = (more = "") => ask<Page<Job>>(`/v1/jobs?limit=50&${new URLSearchParams({ ...asked, ...(state && { state }) })}${more}`);
   const show = (list: Job[]) => { seen.current = list; setRows(list); };
   const begin = () => load().then((p) => { show(p.data); setFresh([]); setCursor(p.next_cursor); setError(undefined); }, setError);
 
@@ -24,25 +55,75 @@ export function Jobs() {
     show(seen.current.map((j) => now.get(j.id) ?? j));
     setFresh(p.data.filter((j) => !known.has(j.id) && j.id > (seen.current[0]?.id ?? "")));
   }, setError);
-  useEffect(() => { begin(); return follow({}, refresh); }, [query.toString()]);
+  useEffect(() => { if (asked) begin(); }, [where]);
+  useEffect(() => (paused || !asked ? undefined : follow({}, refresh)), [where, paused]);
 
   const more = () => load(`&cursor=${cursor}`).then((p) => { show([...seen.current, ...p.data]); setCursor(p.next_cursor); }, setError);
-  const to = (next: string) => { const q = new URLSearchParams(query); next ? q.set("state", next) : q.delete("state"); return `/ui/jobs?${q}`; };
+  const to = (next: Record<string, string>) => `/ui/jobs?${new URLSearchParams(Object.entries(next).filter(([, v]) => v))}`;
+  const search = (event: SubmitEvent) => {
+    event.preventDefault();
+    const form = event.currentTarget as HTMLFormElement;
+    try {
+      const typed = tokens(String(new FormData(form).get("filter")));
+      filter(typed);
+      form.reset();
+      go(to({ ...given, ...typed }));
+    } catch (e) { setError(e as Error); }
+  };
   return (
     <main>
       <h1>Jobs</h1>
       <nav class="tabs" aria-label="States">
-        {STATES.map((s) => <Link to={to(s)} aria-current={s === state ? "page" : undefined}>{s || "all"}</Link>)}
+        {STATES.map((s) => <Link to={to({ ...given, state: s })} aria-current={s === state ? "page" : undefined}>{s || "all"}</Link>)}
       </nav>
+      <form class="actions" onSubmit={search}>
+        <input name="filter" type="search" aria-label="Filter" placeholder="kind:video code:corrupt_input since:2h" class="filter" />
+        <button>Filter</button>
+        <button type="button" aria-pressed={paused} onClick={() => setPaused(!paused)}>{paused ? "Live again" : "Pause live rows"}</button>
+      </form>
       <p class="tokens">
-        {Object.entries({ kind, queue }).filter(([, v]) => v).map(([n, v]) =>
-          <Link to={`/ui/jobs?${new URLSearchParams([...query].filter(([k]) => k !== n))}`}>{n}:{v} ✕</Link>)}
+        {Object.entries(given).filter(([n]) => n !== "state").map(([n, v]) => <Link to={to({ ...given, [n]: "" })}>{n}:{v} ✕</Link>)}
       </p>
       <Fault error={error} />
-      {fresh.length > 0 && <button type="button" onClick={begin}>{fresh.length} new</button>}
+      {asked && <Bulk state={state} asked={asked} done={begin} />}
+      <p class="actions">{fresh.length > 0 && <button type="button" onClick={begin}>{fresh.length}{fresh.length === 50 && "+"} new</button>}</p>
       <JobTable rows={rows} />
       {cursor && <button type="button" onClick={more}>More</button>}
     </main>
+  );
+}
+
+// What is done to all that match, and not to those alone that are on the screen.
+function Bulk({ state, asked, done }: { state: string; asked: Record<string, string>; done: () => void }) {
+  const [said, setSaid] = useState("");
+  const [fault, setFault] = useState<Error>();
+  const [busy, setBusy] = useState(false);
+  const words = Object.entries(asked).map(([n, v]) => `${n} ${v}`).join(", ") || "without a filter";
+  const all = (what: "cancel" | "replay", which: string) => async () => {
+    if (!confirm(`${what === "cancel" ? "Cancel" : "Replay"} all ${which} jobs (${words})?`)) return;
+    setBusy(true);
+    setFault(undefined);
+    try {
+      let changed = 0;
+      for (let before: string | null | undefined; before !== null;) {
+        const one: { changed: number; next: string | null } = await ask(`/v1/jobs/${what}`, "POST", { filter: asked, ...(before && { before }) });
+        changed += one.changed;
+        before = one.next;
+        setSaid(`${changed} ${what === "cancel" ? "canceled, or told to their workers" : "queued again"}${before ? " …" : "."}`);
+      }
+    } catch (e) { setFault(e as Error); }
+    setBusy(false);
+    done();
+  };
+  return (
+    <>
+      <p class="actions">
+        {["", "queued", "processing"].includes(state) && <Act scope="jobs:write" on={all("cancel", "queued and processing")} disabled={busy}>Cancel all that match</Act>}
+        {["", "failed"].includes(state) && <Act scope="jobs:write" on={all("replay", "failed")} disabled={busy}>Replay all that match</Act>}
+        <span role="status">{said}</span>
+      </p>
+      <Fault error={fault} />
+    </>
   );
 }
 
@@ -63,7 +144,7 @@ export function JobTable({ rows }: { rows?: Job[] }) {
               <td>{j.state === "processing" ? <><Bar percent={j.progress} label={`Progress of ${j.id}`} /> {j.stage}</> : ""}</td>
               <td>{j.attempt}/{j.max_attempts}</td>
               <td>{ago(j.created_at)}</td>
-              <td>{j.error?.code}</td>
+              <td>{j.error && <Link to={`/ui/jobs?state=failed&code=${j.error.code}`}>{j.error.code}</Link>}</td>
             </tr>
           ))}
         </tbody>
@@ -80,11 +161,12 @@ export function JobPage({ id }: { id: string }) {
   useEffect(() => {
     if (!job) return;
     ask<Timeline>(`/v1/jobs/${id}/timeline`).then(setTimeline, setFault);
-    if (job.state === "failed") ask<Job>(`/v1/dead-letters/${id}`).then(setFull, () => undefined);
+    if (may("dlq:manage")) ask<Job>(`/v1/dead-letters/${id}`).then(setFull, () => undefined);
   }, [id, job?.state, job?.attempt, job?.stage]);
   const act = (what: string) => () => ask(`/v1/jobs/${id}/${what}`, "POST").then(again, setFault);
   if (!job) return <main><h1>Job</h1><Fault error={error} /></main>;
   const attempts = full?.attempts ?? job.attempts;
+  const live = ["queued", "processing"].includes(job.state);
   return (
     <main>
       <h1>Job <code>{job.id}</code></h1>
@@ -97,22 +179,36 @@ export function JobPage({ id }: { id: string }) {
       {job.state === "processing" && <p><Bar percent={job.progress} label="Progress" /> {job.stage} {job.progress?.toFixed(0)} %</p>}
       <Why error={job.error} />
       <p class="actions">
-        {["queued", "processing"].includes(job.state) && <button type="button" onClick={act("cancel")}>Cancel</button>}
-        {job.state === "failed" && <button type="button" onClick={act("replay")}>Replay</button>}
-        <CopyAs path={`/v1/jobs/${id}`} python={`Client().jobs.get("${id}")`} command={`mediamill jobs get ${id}`} />
+        {live && <Act scope="jobs:write" on={act("cancel")}>Cancel</Act>}
+        {job.state === "failed" && <Act scope="jobs:write" on={act("replay")}>Replay</Act>}
       </p>
+      <Calls of={["get", ...(live ? ["cancel"] : []), ...(job.state === "failed" ? ["replay"] : [])].map((what) => ({
+        name: what, method: what === "get" ? "GET" : "POST", path: `/v1/jobs/${id}${what === "get" ? "" : `/${what}`}`,
+        python: `client.jobs.${what}("${id}")`, command: `mediamill jobs ${what} ${id}`,
+      }))} />
       <Fault error={fault ?? error} />
       <Segments of={timeline} />
       <h2>Attempts</h2>
+      <Needs scope="dlq:manage" for="Commands and logs" />
       {attempts.map((a) => (
-        <details>
-          <summary>{a.attempt} · {a.outcome ?? "running"} · {a.worker} {a.error && <b>{a.error.code}</b>}</summary>
-          {a.commands?.map((c) => <pre>{c.command.join(" ")}{"\n"}exit {c.exit ?? 0} after {time(c.wall_seconds)}</pre>)}
-          {a.log_tail && <pre>{a.log_tail}</pre>}
+        <details key={`${id} ${a.started_at}`} open={a === attempts[attempts.length - 1]}>
+          <summary>{a.attempt} · {a.outcome ?? "running"} · {a.worker} {a.started_at && a.finished_at
+            && <>· {time((Date.parse(a.finished_at) - Date.parse(a.started_at)) / 1000)}</>} {a.error && <b>{a.error.code}</b>}</summary>
+          <Why error={a.error} />
+          {a.commands?.map((c) => (
+            <figure>
+              <figcaption>{c.label} · exit {c.exit ?? 0} after {time(c.wall_seconds)} <Copy text={c.command.map(quoted).join(" ")} /></figcaption>
+              <pre>{c.command.map(quoted).join(" ")}</pre>
+            </figure>
+          ))}
+          {a.log_tail && <figure><figcaption>Last words of its tools</figcaption><pre>{a.log_tail}</pre></figure>}
+          {full && !a.commands?.length && !a.log_tail && <p>It ran no tool.</p>}
         </details>
       ))}
       {!attempts.length && <p>None yet.</p>}
-      <details><summary>JSON</summary><pre>{JSON.stringify(job, null, 2)}</pre></details>
+      <details><summary>JSON</summary><p><Copy text={JSON.stringify(full ?? job, null, 2)} /></p><pre>{JSON.stringify(full ?? job, null, 2)}</pre></details>
     </main>
   );
 }
+
+const quoted = (word: string) => /^[\w@%+=:,./-]+$/.test(word) ? word : `'${word.replace(/'/g, `'\\''`)}'`;

@@ -1,15 +1,20 @@
 import { render } from "preact";
 import { useEffect, useState } from "preact/hooks";
-import { ask, keep, key, signIn, signOut } from "./api";
+import { keep, signIn, signOut } from "./api";
 import { JobPage, Jobs } from "./jobs";
 import { Library, MediaPage } from "./media";
 import { DeadLetters, Overview, Queues, Workers } from "./operate";
 import { Fault, go, Link } from "./parts";
+import { RecipePage, Recipes } from "./recipes";
+import { Settings } from "./settings";
 import { Uploads } from "./uploads";
+import { EndpointPage, Webhooks } from "./webhooks";
 
 const PAGES = [
   ["o", "/ui/", "Overview"], ["j", "/ui/jobs", "Jobs"], ["m", "/ui/media", "Media"], ["u", "/ui/uploads", "Uploads"],
   ["d", "/ui/dead-letters", "Dead letters"], ["q", "/ui/queues", "Queues"], ["w", "/ui/workers", "Workers"],
+  ["h", "/ui/webhooks", "Webhooks"], ["r", "/ui/recipes", "Recipes"],
+  ["s", "/ui/settings", "Settings"],
 ] as const;
 
 function page(path: string) {
@@ -22,6 +27,9 @@ function page(path: string) {
     case "dead-letters": return <DeadLetters />;
     case "queues": return <Queues />;
     case "workers": return <Workers />;
+    case "webhooks": return id ? <EndpointPage id={id} /> : <Webhooks />;
+    case "recipes": return id ? <RecipePage name={id} /> : <Recipes />;
+    case "settings": return <Settings />;
     default: return <main><h1>Not found</h1><p><Link to="/ui/">To the overview</Link></p></main>;
   }
 }
@@ -31,7 +39,7 @@ function SignIn({ done }: { done: () => void }) {
   const send = (event: SubmitEvent) => {
     event.preventDefault();
     keep(String(new FormData(event.currentTarget as HTMLFormElement).get("key")).trim());
-    ask("/v1/media?limit=1").then(done, (e) => { signOut(); setError(e); });
+    signIn().then(done, (e) => { signOut(); setError(e); });
   };
   return (
     <main>
@@ -47,14 +55,14 @@ function SignIn({ done }: { done: () => void }) {
 
 function App() {
   const [where, setWhere] = useState(location.pathname + location.search);
-  const [signed, setSigned] = useState<boolean | undefined>(key() ? true : undefined);
+  const [signed, setSigned] = useState<boolean>();
   const [help, setHelp] = useState(false);
   useEffect(() => {
     const moved = () => setWhere(location.pathname + location.search);
     const out = () => { signOut(); setSigned(false); };
     addEventListener("popstate", moved);
     addEventListener("signed-out", out);
-    if (!key()) signIn().then(setSigned, () => setSigned(false));
+    signIn().then(setSigned, () => setSigned(false));
     let before = "";
     const pressed = (event: KeyboardEvent) => {
       if (event.ctrlKey || event.metaKey || event.altKey || (event.target as HTMLElement).closest("input, select, textarea")) return;

@@ -1,7 +1,8 @@
-import type Hls from "hls.js";
-import { useEffect, useRef, useState } from "preact/hooks";
-import { ask, type Media, type MediaItem, type Page, type Timeline, type Variant } from "./api";
-import { ago, Bar, CopyAs, Fault, go, Link, Segments, size, State, time, useLive, Why } from "./parts";
+import { useEffect, useState } from "preact/hooks";
+import { Compare } from "./compare";
+import { ask, make, type Media, type MediaItem, type Page, type Timeline } from "./api";
+import { Player } from "./player";
+import { Act, ago, Bar, Calls, Fault, go, Link, Segments, size, State, time, useLive, Why } from "./parts";
 
 const STATES = ["", "queued", "processing", "ready", "failed", "expired", "awaiting_upload"];
 
@@ -77,11 +78,17 @@ export function MediaPage({ id }: { id: string }) {
       <Why error={media.error} />
       <p class="actions">
         {["ready", "failed"].includes(media.state) &&
-          <button type="button" onClick={() => ask(`/v1/media/${id}/process`, "POST", {}).then(again, setFault)}>Process again</button>}
-        <button type="button" onClick={remove}>Delete</button>
-        <CopyAs path={`/v1/media/${id}`} python={`Client().media.get("${id}")`} command={`mediamill media get ${id}`} />
+          <Act scope="media:write" on={() => make(`/v1/media/${id}/process`).then(again, setFault)}>Process again</Act>}
+        <Act scope="media:delete" on={remove}>Delete</Act>
       </p>
+      <Calls of={[
+        { name: "get", method: "GET", path: `/v1/media/${id}`, python: `client.media.get("${id}")`, command: `mediamill media get ${id}` },
+        { name: "process", method: "POST", path: `/v1/media/${id}/process`, python: `client.media.process("${id}")`, command: `mediamill media process ${id}`, body: {} },
+        { name: "delete", method: "DELETE", path: `/v1/media/${id}`, python: `client.media.delete("${id}")`, command: `mediamill media delete ${id}` },
+      ]} />
       <Fault error={fault ?? error} />
+      {variant && media.kind === "image" && variant.content_type.startsWith("image/") && media.state !== "deleted"
+        && <Compare key={`compare ${variant.name}`} media={media} variant={variant} />}
       {variant && <Player key={variant.name} variant={variant} poster={media.variants.find((v) => v.name.startsWith("poster"))?.url} />}
       {media.variants.length > 0 && (
         <>
@@ -112,31 +119,3 @@ export function MediaPage({ id }: { id: string }) {
   );
 }
 
-function Player({ variant, poster }: { variant: Variant; poster?: string }) {
-  const video = useRef<HTMLVideoElement>(null);
-  const [url] = useState(variant.url); // a renewed address must not start it again
-  const [fault, setFault] = useState("");
-  const streams = variant.content_type.includes("mpegurl");
-  useEffect(() => {
-    let player: Hls | undefined, over = false;
-    const element = video.current;
-    if (!streams || !element) return;
-    import("hls.js/light").then(({ default: Player }) => {
-      if (over) return;
-      if (!Player.isSupported()) { element.src = url; return; }
-      player = new Player();
-      player.on(Player.Events.ERROR, (_, e) => { if (e.fatal) setFault(e.details); });
-      player.loadSource(url);
-      player.attachMedia(element);
-    });
-    return () => { over = true; player?.destroy(); };
-  }, [url]);
-  if (variant.content_type.startsWith("image/")) return <img class="player" src={url} alt={`Variant ${variant.name}`} />;
-  if (variant.content_type.startsWith("audio/") && !streams) return <audio class="player" controls src={url} />;
-  return (
-    <>
-      <video ref={video} class="player" controls playsInline muted poster={poster} src={streams ? undefined : url} />
-      {fault && <p role="alert" class="fault">It cannot be played: {fault}</p>}
-    </>
-  );
-}

@@ -2,7 +2,7 @@
 
 import type { ComponentChildren } from "preact";
 import { useCallback, useEffect, useState } from "preact/hooks";
-import { follow, Problem, type Failure, type Timeline } from "./api";
+import { follow, may, Problem, type Failure, type Timeline } from "./api";
 
 export const go = (to: string) => { history.pushState(null, "", to); dispatchEvent(new PopStateEvent("popstate")); };
 
@@ -29,6 +29,14 @@ export function useLive<T>(load: () => Promise<T>, keys: unknown[], what?: { med
   }, keys);
   return { value, error, again };
 }
+
+// A button that is there only for a key that may do what it does.
+export const Act = ({ scope, on, children, disabled }: { scope: string; on: () => unknown; children: ComponentChildren; disabled?: boolean }) =>
+  may(scope) ? <button type="button" onClick={on} disabled={disabled}>{children}</button> : null;
+
+// What a key may not see is not asked for, and the page says why it is missing.
+export const Needs = ({ scope, for: what, children }: { scope: string; for: string; children?: ComponentChildren }) =>
+  may(scope) ? <>{children}</> : <p class="lacks">{what}: your key may not see this; it lacks the scope <code>{scope}</code>.</p>;
 
 export const Fault = ({ error }: { error?: Error }) => error
   ? <p role="alert" class="fault">{error.message} {error instanceof Problem && error.advice}</p> : null;
@@ -67,15 +75,27 @@ export function Segments({ of }: { of?: Timeline }) {
   );
 }
 
-// The call that a page makes, to take elsewhere.
-export function CopyAs({ path, python, command }: { path: string; python: string; command: string }) {
-  const [done, setDone] = useState("");
-  const put = (name: string, text: string) => navigator.clipboard.writeText(text).then(() => setDone(name));
-  const curl = `curl -H "Authorization: Bearer $MEDIAMILL_API_KEY" ${location.origin}${path}`;
+export function Copy({ text, name = "Copy" }: { text: string; name?: string }) {
+  const [done, setDone] = useState(false);
+  if (!navigator.clipboard) return null; // over plain HTTP from elsewhere a browser gives none
+  return <button type="button" onClick={() => navigator.clipboard.writeText(text).then(() => setDone(true))}>{done ? "Copied" : name}</button>;
+}
+
+export interface Call { name: string; method: string; path: string; python: string; command: string; body?: unknown }
+
+// The calls that a page makes, to take elsewhere.
+export function Calls({ of }: { of: Call[] }) {
   return (
-    <span class="copy">
-      {([["curl", curl], ["Python", python], ["command", command]] as const).map(([name, text]) =>
-        <button type="button" onClick={() => put(name, text)}>{done === name ? "Copied" : `Copy as ${name}`}</button>)}
-    </span>
+    <details>
+      <summary>Copy as curl, Python or command</summary>
+      {of.map((call) => {
+        const body = call.body === undefined ? "" : ` -H "Content-Type: application/json" -d '${JSON.stringify(call.body)}'`;
+        const curl = `curl -X ${call.method} -H "Authorization: Bearer $MEDIAMILL_API_KEY"${body} ${location.origin}${call.path}`;
+        const python = `from mediamill import Client\n\nwith Client() as client:\n    ${call.python}\n`;
+        return ([["curl", curl], ["Python", python], ["command", call.command]] as const).map(([form, text]) => (
+          <figure key={`${call.name} ${form}`}><figcaption>{call.name} · {form} <Copy text={text} /></figcaption><pre>{text}</pre></figure>
+        ));
+      })}
+    </details>
   );
 }

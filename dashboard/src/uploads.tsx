@@ -1,10 +1,12 @@
 import { useRef, useState } from "preact/hooks";
 import { ask, key, type Page, type Recipe } from "./api";
-import { Bar, Link, size, useLive } from "./parts";
+import { Bar, Link, Needs, size, useLive } from "./parts";
 
 interface Sent { file: File; percent: number; state: string; media?: string; calls: string[] }
 
-export function Uploads() {
+export const Uploads = () => <main><h1>Uploads</h1><Needs scope="uploads:write" for="Uploads"><Drop /></Needs></main>;
+
+function Drop() {
   const [sent, setSent] = useState<Sent[]>([]);
   const [recipe, setRecipe] = useState("web");
   const [over, setOver] = useState(false);
@@ -36,8 +38,7 @@ export function Uploads() {
   };
   const take = (files: FileList | null | undefined) => { for (const file of files ?? []) send(file); };
   return (
-    <main>
-      <h1>Uploads</h1>
+    <>
       <p>
         <label>Recipe <select value={recipe} onChange={(e) => setRecipe(e.currentTarget.value)}>
           {(recipes?.data ?? [{ name: "web" }]).map((r) => <option>{r.name}</option>)}
@@ -61,6 +62,6 @@ export function Uploads() {
         ))}
       </ul>
       <p>An upload that is cut off goes on where it was: drop the same file again.</p>
-    </main>
+    </>
   );
 }

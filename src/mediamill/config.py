@@ -28,6 +28,15 @@ QUEUES: Final = ("image", "video", "audio", "default", "webhook", "maintenance")
 """The closed set of queues; a slot of one never serves another."""
 
 
+_NEEDED: Final = {
+    "local": (),
+    "s3": ("s3_bucket",),
+    "gcs": ("gcs_bucket",),
+    "azure": ("azure_container", "azure_account", "azure_account_key"),
+}
+"""What each storage cannot do without."""
+
+
 class ConfigError(Exception):
     """The configuration cannot be used; the message names the setting and what it takes."""
 
@@ -63,6 +72,15 @@ class ImageLimits(BaseModel):
         return ImageLimits(**both)
 
 
+class EventToken(BaseModel):
+    """What a token of Google's must say when a push subscription brings events."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    audience: str = Field(min_length=1)
+    service_account: str = Field(min_length=1)
+
+
 class Settings(BaseSettings):
     """The effective settings of one process."""
 
@@ -76,7 +94,7 @@ class Settings(BaseSettings):
     host: str = Field()
     port: int = Field(ge=0, le=65535)
     public_url: str | None = None
-    storage: Literal["local", "s3"] = Field()
+    storage: Literal["local", "s3", "gcs", "azure"] = Field()
     s3_bucket: str | None = None
     s3_region: str = Field()
     s3_endpoint: str | None = None
@@ -84,8 +102,24 @@ class Settings(BaseSettings):
     s3_virtual_host: bool = Field()
     s3_access_key_id: str | None = None
     s3_secret_access_key: str | None = None
+    gcs_bucket: str | None = None
+    gcs_credentials_file: Path | None = None
+    gcs_endpoint: str | None = None
+    gcs_public_endpoint: str | None = None
+    azure_container: str | None = None
+    azure_account: str | None = None
+    azure_account_key: str | None = None
+    azure_endpoint: str | None = None
+    azure_public_endpoint: str | None = None
     storage_event_secrets: dict[str, str] | None = None
     secrets_key: str | None = None
+    storage_event_topics: dict[str, str] | None = None
+    storage_event_tokens: dict[str, EventToken] | None = None
+    sqs_queue_url: str | None = Field(default=None, pattern="^https?://[^/]+/.")
+    pubsub_subscription: str | None = Field(
+        default=None, pattern="^projects/[^/]+/subscriptions/[^/]+$"
+    )
+    pubsub_endpoint: str = Field(pattern="^https?://[^/]+")
     database_pool_size: int = Field(ge=2, le=200)
     slots: str | None = None
     drain_seconds: float = Field(ge=0)
@@ -144,12 +178,21 @@ class Settings(BaseSettings):
     idempotency_seconds: int = Field(ge=60)
     log_level: Literal["debug", "info", "warning", "error"] = Field()
 
-    @field_validator("data_dir", "recipes_dir")
+    @field_validator("data_dir", "recipes_dir", "gcs_credentials_file")
     @classmethod
     def _absolute(cls, value: Path | None) -> Path | None:
         return value and value.expanduser().absolute()
 
-    @field_validator("public_url", "s3_endpoint", "s3_public_endpoint")
+    @field_validator(
+        "public_url",
+        "s3_endpoint",
+        "s3_public_endpoint",
+        "gcs_endpoint",
+        "gcs_public_endpoint",
+        "azure_endpoint",
+        "azure_public_endpoint",
+        "pubsub_endpoint",
+    )
     @classmethod
     def _no_trailing_slash(cls, value: str | None) -> str | None:
         return value.rstrip("/") if value else value
@@ -191,14 +234,18 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _whole_storage(self) -> Settings:
-        if self.storage == "s3" and not self.s3_bucket:
-            raise ValueError("storage = s3 needs s3_bucket")
+        for name in _NEEDED[self.storage]:
+            if not getattr(self, name):
+                raise ValueError(f"storage = {self.storage} needs {name}")
         for name, secret in (self.storage_event_secrets or {}).items():
             if not re.fullmatch("[a-z0-9-]{1,63}", name) or len(secret) < 16:
                 raise ValueError(
                     "storage_event_secrets: a name has letters, digits and dashes, a secret at "
                     "least 16 characters"
                 )
+        checked = {*(self.storage_event_topics or ()), *(self.storage_event_tokens or ())}
+        if strangers := sorted(checked - set(self.storage_event_secrets or ())):
+            raise ValueError(f"storage_event_secrets has no secret for {', '.join(strangers)}")
         if (self.s3_access_key_id is None) != (self.s3_secret_access_key is None):
             raise ValueError("s3_access_key_id and s3_secret_access_key go together")
         return self
@@ -226,8 +273,16 @@ class Settings(BaseSettings):
 
     @property
     def bucket(self) -> str | None:
-        """The bucket that objects live in; None on a local disk."""
-        return self.s3_bucket if self.storage == "s3" else None
+        """The bucket or container that objects live in; None on a local disk."""
+        match self.storage:
+            case "s3":
+                return self.s3_bucket
+            case "gcs":
+                return self.gcs_bucket
+            case "azure":
+                return self.azure_container
+            case _:
+                return None
 
     @property
     def objects_dir(self) -> Path:
@@ -321,6 +376,25 @@ def parse_secrets_keys(text: str) -> list[bytes]:
             raise ValueError("secrets_key: a key is 32 bytes in base64 (openssl rand -base64 32)")
         keys.append(key)
     return keys
+
+
+def shown(settings: Settings) -> dict[str, Any]:
+    """The settings by name, as JSON, for people: secrets and passwords read `***`."""
+    return {
+        name: _masked(name, value)
+        for name, value in sorted(settings.model_dump(mode="json").items())
+    }
+
+
+def _masked(name: str, value: Any) -> Any:
+    if value is None:
+        return None
+    if any(word in name for word in ("secret", "password", "token", "account_key")):
+        return "***"
+    if isinstance(value, str) and name.endswith(("url", "endpoint")):
+        value = re.sub(r"(?<=://)([^:/@\s]*):\S*@", r"\1:***@", value)
+        return re.sub(r"(?i)(password=)[^&\s]*", r"\1***", value)
+    return value
 
 
 def parse_slots(text: str | None) -> dict[str, int]:

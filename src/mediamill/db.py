@@ -54,7 +54,7 @@ _MIGRATION_LOCK: Final = 0x6D65_6469_616D  # "mediam"
 _LOCK_MILLISECONDS: Final = 1000  # far below the time after which a worker gives its jobs up
 _PAUSE_SECONDS: Final = 2.0
 _PATIENCE_SECONDS: Final = 120.0
-SCHEMA_VERSION: Final = 9
+SCHEMA_VERSION: Final = 10
 """The newest migration this code knows; processes refuse an older database."""
 
 

@@ -9,7 +9,7 @@ import platform
 import shutil
 import sys
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import click
 
@@ -17,23 +17,13 @@ from mediamill import __version__, db, embedded, sandbox, tools
 from mediamill.config import Settings
 from mediamill.failures import Failure
 from mediamill.sealing import Vault
-from mediamill.storage import StorageRefused
-from mediamill.storage.choice import missing
+from mediamill.storage import Finding, StorageRefused
+from mediamill.storage.choice import inspect
 
 _FREE_BYTES = 2 << 30
 _NEEDED_ENCODERS = ("libx264", "aac", "png")
 _NEEDED_FILTERS = ("scale", "thumbnail", "bwdif", "fps")
 _WANTED_FILTERS = ("zscale", "tonemap")
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line: `ok` None is a note that is no fault."""
-
-    name: str
-    ok: bool | None
-    detail: str
-    remedy: str = ""
 
 
 async def run(settings: Settings, *, form: str = "table") -> int:
@@ -44,26 +34,11 @@ async def run(settings: Settings, *, form: str = "table") -> int:
 
 async def run_storage(settings: Settings, origin: str | None, *, form: str = "table") -> int:
     """Print what the bucket enforces; 1 if it must not be used like this."""
-    if settings.storage == "local":
-        detail = f"{settings.objects_dir}; the API enforces all"
-        return _report("", [Finding("local disk", True, detail)], form)
     try:
-        from mediamill.storage import s3
-        from mediamill.storage.inspection import Inspection
-    except ImportError as error:
-        raise click.ClickException(str(missing(settings.storage, error))) from None
-    try:
-        wire = s3.Wire(s3.place(settings))
+        found = [f async for f in inspect(settings, origin or settings.base_url)]
     except StorageRefused as error:
         raise click.ClickException(str(error)) from None
-    try:
-        found = [
-            Finding(f.name, f.ok, f.detail, f.remedy)
-            async for f in Inspection(wire, origin or settings.base_url).run()
-        ]
-    finally:
-        await wire.close()
-    return _report(f"bucket {wire.place.bucket}   {wire.address('', public=False)}", found, form)
+    return _report(f"bucket {settings.bucket}" if settings.bucket else "", found, form)
 
 
 def _report(title: str, findings: Sequence[Finding], form: str) -> int:

@@ -41,6 +41,8 @@ NAMES: Final = frozenset(
         "lease.beat",  # before a beat is sent
         "maintenance.rescue",  # leases found expired, not settled
         "maintenance.erase",  # bytes of one media removed, row not yet
+        "maintenance.swept",  # a leftover removed, nothing committed
+        "pull.followed",  # events that waited in a queue are followed, not taken off it
         "webhook.sent",  # a delivery was answered, nothing recorded
         "app.effect",  # an outside effect happened, not recorded
     }

@@ -13,6 +13,7 @@ from typing import Any, Final
 from uuid import UUID
 
 from mediamill import db, ids, queue
+from mediamill.config import QUEUES
 from mediamill.failures import Code, LeaseLost, Problem
 from mediamill.queue import Ticket
 
@@ -602,6 +603,19 @@ async def dead_letters(
         wanted.until,
         limit,
     )
+
+
+async def dead_groups(connection: db.Connection, tenant_id: str) -> list[db.Row]:
+    """Dead letters by code, the largest group first."""
+    return await connection.fetch(_SQL.dead_groups, tenant_id)
+
+
+async def figures(
+    connection: db.Connection, tenant_id: str, *, back: timedelta, steps: int, most: int
+) -> list[db.Row]:
+    """What ended lately in so many equal steps, the oldest first; `most` rows of each queue are
+    looked at."""
+    return await connection.fetch(_SQL.figures, tenant_id, back, list(QUEUES), most, steps)
 
 
 async def discard(connection: db.Connection, tenant_id: str, job_id: UUID) -> bool:

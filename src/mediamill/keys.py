@@ -11,7 +11,7 @@ import hmac
 import secrets
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
@@ -43,6 +43,19 @@ SCOPES: Final = (
 """What a key may be allowed to do. `admin` implies the rest, but for `operate`: queues and workers
 serve all tenants, so seeing and steering them is not a tenant's right."""
 
+_VIEWER: Final = ("media:read", "jobs:read", "deliveries:read")
+_OPERATOR: Final = (
+    *_VIEWER,
+    "uploads:write",
+    "media:write",
+    "jobs:write",
+    "dlq:manage",
+    "webhooks:manage",
+)
+ROLES: Final = {"viewer": _VIEWER, "operator": _OPERATOR, "admin": ("admin",)}
+"""Scopes by the role of a person in a tenant, the lowest role first. `operate` is in none of them:
+it is given beside a role."""
+
 
 @dataclass(frozen=True, slots=True)
 class Caller:
@@ -53,7 +66,17 @@ class Caller:
     scopes: frozenset[str]
 
     def may(self, scope: str) -> bool:
-        return scope in self.scopes or ("admin" in self.scopes and scope != "operate")
+        return _allows(self.scopes, scope)
+
+
+def role_of(scopes: Collection[str]) -> str | None:
+    """The highest role of which these scopes allow everything."""
+    held = [r for r, wanted in ROLES.items() if all(_allows(scopes, scope) for scope in wanted)]
+    return held[-1] if held else None
+
+
+def _allows(scopes: Collection[str], scope: str) -> bool:
+    return scope in scopes or ("admin" in scopes and scope != "operate")
 
 
 async def create(
@@ -88,6 +111,19 @@ async def create(
 async def revoke(connection: db.Connection, tenant_id: str, key_id: str) -> bool:
     """The key is refused from now on (within seconds on other processes)."""
     return bool(await connection.fetchval(_SQL.revoke_key, tenant_id, key_id))
+
+
+def id_of(token: str) -> str:
+    """The id in a well-formed key. Raises ValueError for anything else."""
+    parsed = _parse(token)
+    if parsed is None:
+        raise ValueError("this is no key")
+    return parsed[0]
+
+
+async def get(connection: db.Connection, tenant_id: str, key_id: str) -> db.Row | None:
+    """A key of this tenant, without what it is made of."""
+    return await connection.fetchrow(_SQL.get_key, tenant_id, key_id)
 
 
 async def list_of(connection: db.Connection, tenant_id: str) -> list[db.Row]:
@@ -134,6 +170,11 @@ class Keychain:
             self._known.clear()
         self._known[digest] = now + _REMEMBER_SECONDS, caller
         return caller
+
+    def forget(self, key_id: str) -> None:
+        """Ask the database about this key from now on, in this process."""
+        self._known = {d: known for d, known in self._known.items() if known[1].key_id != key_id}
+        self._standing = {k: until for k, until in self._standing.items() if k[1] != key_id}
 
     async def stands(self, tenant_id: str, key_id: str) -> bool:
         """Whether a key of this tenant is neither revoked nor expired, for what was granted by

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
@@ -27,13 +29,14 @@ from mediamill import (
     media,
     queue,
     storage,
+    tallies,
     tus,
     uploads,
     variants,
 )
 from mediamill.attempt import settle_failure
 from mediamill.config import QUEUES, Settings
-from mediamill.failures import Code, LeaseLost, Problem
+from mediamill.failures import Code, Failure, LeaseLost, Problem
 from mediamill.jobs import Claim
 from mediamill.storage import Storage
 
@@ -50,6 +53,8 @@ _SLOT_GRACE_SECONDS: Final = 10.0
 _ORPHAN_UPLOAD_SECONDS: Final = 3600.0
 _LOOKED_UP: Final = 1000
 _INCOMING_SECONDS: Final = 24 * 3600.0
+_MOST_REFUSALS: Final = 5  # of the storage's in one round, before a duty lets it be
+_FORGOTTEN: Final = 5000  # rows of one kind in one round
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,22 +197,29 @@ class Maintenance:
         rows = await connection.fetch(
             _SQL.closed_slots, timedelta(seconds=_SLOT_GRACE_SECONDS), _BATCH
         )
+        round_ = _Round("slot")
         for row in rows:
-            stored = await self._store.stat(row["upload_key"])
-            if stored is not None and stored.size == row["size"] > 0:
-                await media.accept(
-                    connection,
-                    row["tenant_id"],
-                    row["id"],
-                    object_version=stored.version,
-                    stored_at=stored.at,
-                    kind=row["kind"],
-                    births=uploads.births(row["kind"]),
-                    max_attempts=self._settings.max_attempts,
-                )
-            else:
-                await media.expire(connection, row["tenant_id"], row["id"])
-        return len(rows)
+            with round_.one():
+                stored = await self._store.stat(row["upload_key"])
+                if stored is not None and uploads.fits(stored.size, row["size"], row["max_size"]):
+                    await media.accept(
+                        connection,
+                        row["tenant_id"],
+                        row["id"],
+                        object_version=stored.version,
+                        stored_at=stored.at,
+                        size=stored.size,
+                        kind=row["kind"],
+                        births=uploads.births(row["kind"]),
+                        max_attempts=self._settings.max_attempts,
+                    )
+                    round_.count("accepted")
+                else:
+                    await media.expire(connection, row["tenant_id"], row["id"])
+                    round_.count("expired")
+            if round_.is_over:
+                break
+        return await round_.end(connection)
 
     async def finish_uploads(self, _connection: db.Connection) -> int:
         """Resumable uploads whose bytes are all there, but whose API died before the last step."""
@@ -215,9 +227,11 @@ class Maintenance:
 
     async def sweep_transfers(self, connection: db.Connection) -> int:
         """Remove what is left of uploads in parts that were not completed in time."""
-        return await tus.sweep(
+        counted = await tus.sweep(
             connection, self._store, grace_seconds=_SLOT_GRACE_SECONDS, most=_BATCH
         )
+        await tallies.add(connection, tallies.SWEPT, counted)
+        return sum(counted.values())
 
     async def expire_media(self, connection: db.Connection) -> int:
         """Media past their time are deleted as by request."""
@@ -226,83 +240,154 @@ class Maintenance:
             await uploads.delete(
                 connection, self._settings, row["tenant_id"], row["id"], reason="expired"
             )
+        await tallies.add(connection, tallies.SWEPT, {("media", "expired"): len(rows)})
         return len(rows)
 
     async def erase(self, connection: db.Connection) -> int:
         """Remove the bytes of deleted media; the row stays until they are gone."""
-        rows = await connection.fetch(_SQL.erasable, _BATCH)
-        for row in rows:
-            await tus.abort_of_media(connection, self._store, row["tenant_id"], row["media_id"])
-            await self._store.delete(uploads.prefix(row["tenant_id"], row["media_id"]))
-            await self._store.delete(variants.media_prefix(row["tenant_id"], row["media_id"]))
-            failpoints.hit("maintenance.erase")
-            await connection.fetchval(_SQL.erased, row["tenant_id"], row["media_id"])
-        return len(rows)
+        round_ = _Round("media")
+        for row in await connection.fetch(_SQL.erasable, _BATCH):
+            with round_.one():
+                tenant, media_id = row["tenant_id"], row["media_id"]
+                await tus.abort_of_media(connection, self._store, tenant, media_id)
+                await self._store.delete(uploads.prefix(tenant, media_id))
+                await self._store.delete(variants.media_prefix(tenant, media_id))
+                failpoints.hit("maintenance.erase")
+                await connection.fetchval(_SQL.erased, tenant, media_id)
+                round_.count("erased")
+            if round_.is_over:
+                break
+        return await round_.end(connection)
 
     async def sweep_sets(self, connection: db.Connection) -> int:
         """Remove sets that were replaced long ago, or were never published."""
-        rows = await connection.fetch(_SQL.expired_sets, _BATCH)
-        for row in rows:
-            # The row goes first and keeps a new attempt at the same set waiting until we commit; a
-            # set that was published again meanwhile stays.
-            if await connection.fetchval(_SQL.forget_set, *row.values()):
-                await self._store.delete(variants.set_prefix(*row.values()))
-        return len(rows)
+        round_ = _Round("set")
+        for row in await connection.fetch(_SQL.expired_sets, _BATCH):
+            with round_.one():
+                # The row goes first and keeps a new attempt at the same set waiting until we
+                # commit; a set that was published again meanwhile stays. What the storage does
+                # not remove keeps its row.
+                async with connection.transaction():
+                    if await connection.fetchval(_SQL.forget_set, *row.values()):
+                        await self._store.delete(variants.set_prefix(*row.values()))
+                        round_.count("removed")
+                failpoints.hit("maintenance.swept")
+            if round_.is_over:
+                break
+        return await round_.end(connection)
 
     async def sweep_staging(self, connection: db.Connection) -> int:
-        """Remove what attempts staged that are no longer at work."""
-        staged = [
-            (tenant, name)
-            for tenant in await self._store.list(storage.STAGE)
-            for name in await self._store.list(f"{storage.STAGE}/{tenant}")
-        ]
-        parsed = [(tenant, *_staged(name)) for tenant, name in staged]
-        rows = await connection.fetch(
-            _SQL.staging_holders,
-            [tenant for tenant, _, _ in parsed],
-            [job_id for _, job_id, _ in parsed],
-            [fence for _, _, fence in parsed],
-        )
-        at_work = {(row["id"], row["fence"]) for row in rows}
-        swept = 0
-        for (tenant, name), (_, job_id, fence) in zip(staged, parsed, strict=True):
-            if (job_id, fence) not in at_work:
-                swept += await self._store.delete(f"{storage.STAGE}/{tenant}/{name}")
+        """Remove what attempts staged that are no longer at work, and what came in and was never
+        made an object."""
+        round_ = _Round("staged")
+        with round_.one():
+            async for tenant, some in self._below(storage.STAGE):
+                parsed = [(name, *_staged(name)) for name in some]
+                rows = await connection.fetch(
+                    _SQL.staging_holders,
+                    [tenant] * len(parsed),
+                    [job_id for _, job_id, _ in parsed],
+                    [fence for _, _, fence in parsed],
+                )
+                at_work = {(row["id"], row["fence"]) for row in rows}
+                for name, job_id, fence in parsed:
+                    if (job_id, fence) not in at_work:
+                        await self._remove(round_, f"{storage.STAGE}/{tenant}/{name}")
+                if round_.is_over:
+                    break
         wanted = await tus.open_parts(connection)
-        return swept + await self._store.sweep(
-            older_than_seconds=_INCOMING_SECONDS, now=time.time(), keep=wanted
-        )
+        parts = _Round("part")
+        with parts.one():
+            swept = await self._store.sweep(
+                older_than_seconds=_INCOMING_SECONDS, now=time.time(), keep=wanted
+            )
+            parts.count("removed", swept)
+        return await round_.end(connection) + await parts.end(connection)
 
     async def sweep_uploads(
         self, connection: db.Connection, *, older_than_seconds: float = _ORPHAN_UPLOAD_SECONDS
     ) -> int:
         """Remove uploaded bytes that no media wants: the API died between them and their row, or
         they came after a deletion. The id tells how old they can be."""
-        swept = 0
+        round_ = _Round("original")
         limit = time.time() - older_than_seconds
-        for tenant in await self._store.list(storage.UPLOADS):
-            found = [
-                media_id
-                for name in await self._store.list(f"{storage.UPLOADS}/{tenant}")
-                if (media_id := _uuid(name)) is not None and ids.born(media_id) < limit
-            ]
-            for start in range(0, len(found), _LOOKED_UP):
-                some = found[start : start + _LOOKED_UP]
-                rows = await connection.fetch(_SQL.wanted_uploads, tenant, some)
-                for media_id in set(some) - {row["id"] for row in rows}:
-                    swept += await self._store.delete(uploads.prefix(tenant, media_id))
-        return swept
+        with round_.one():
+            async for tenant, some in self._below(storage.UPLOADS):
+                found = {
+                    media_id
+                    for name in some
+                    if (media_id := _uuid(name)) is not None and ids.born(media_id) < limit
+                }
+                rows = await connection.fetch(_SQL.wanted_uploads, tenant, list(found))
+                for media_id in sorted(found - {row["id"] for row in rows}):
+                    await self._remove(round_, uploads.prefix(tenant, media_id))
+                if round_.is_over:
+                    break
+        return await round_.end(connection)
+
+    async def _below(self, area: str) -> AsyncIterator[tuple[str, list[str]]]:
+        """What lies in an area, tenant by tenant, a bounded number at a time."""
+        for tenant in await self._store.list(area):
+            names = await self._store.list(f"{area}/{tenant}")
+            for start in range(0, len(names), _LOOKED_UP):
+                yield tenant, list(names[start : start + _LOOKED_UP])
+
+    async def _remove(self, round_: _Round, prefix: str) -> None:
+        if round_.is_over:
+            return
+        with round_.one():
+            await self._store.delete(prefix)
+            round_.count("removed")
+            failpoints.hit("maintenance.swept")
 
     async def forget(self, connection: db.Connection) -> int:
-        """Ended jobs, events and idempotency keys past their retention."""
-        await connection.execute(_SQL.forget_jobs, 1000)
+        """Ended jobs, events, deliveries, endpoints and idempotency keys past their retention."""
         retention = timedelta(seconds=self._settings.job_retention_seconds)
-        await connection.execute(_SQL.forget_events, retention, 1000)
-        await connection.execute(_SQL.forget_deliveries, retention, 1000)
-        await connection.execute(_SQL.forget_endpoints, retention)
-        await connection.execute(_SQL.forget_keys)
+        gone: Counter[tuple[str, str]] = Counter()
+        for what, statement, *values in (
+            ("job", _SQL.forget_jobs),
+            ("event", _SQL.forget_events, retention),
+            ("delivery", _SQL.forget_deliveries, retention),
+            ("endpoint", _SQL.forget_endpoints, retention),
+            ("idempotency_key", _SQL.forget_keys),
+        ):
+            said = await connection.execute(statement, *values, _FORGOTTEN)
+            gone[what, "forgotten"] = int(said.rpartition(" ")[2])
         await controls.forget(connection)
-        return 0
+        await tallies.add(connection, tallies.SWEPT, gone)
+        return gone.total()
+
+
+class _Round:
+    """One round of a duty that removes things from the storage. What the storage refuses is left
+    for the next round and holds nothing else up; after a few refusals it is let be."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._counted: Counter[tuple[str, str]] = Counter()
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Around each thing."""
+        try:
+            yield
+        except Failure as failure:
+            self._counted[self._what, "failed"] += 1
+            log.warning("not_swept", what=self._what, code=failure.code.code)
+
+    def count(self, outcome: str, number: int = 1) -> None:
+        self._counted[self._what, outcome] += number
+
+    @property
+    def is_over(self) -> bool:
+        """Whether enough was done, or refused, for one round."""
+        failed = self._counted[self._what, "failed"]
+        return failed >= _MOST_REFUSALS or self._counted.total() >= _BATCH
+
+    async def end(self, connection: db.Connection) -> int:
+        """Note the round in the metrics; how much was done."""
+        await tallies.add(connection, tallies.SWEPT, self._counted)
+        return self._counted.total() - self._counted[self._what, "failed"]
 
 
 def _uuid(name: str) -> UUID | None:

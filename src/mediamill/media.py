@@ -33,6 +33,8 @@ class Slot:
     recipe_version: int
     metadata: dict[str, Any]
     ttl_seconds: float | None
+    max_size: int | None = None
+    """For a form: `size` is 0 until its object is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ class Original:
     metadata: dict[str, Any] = field(default_factory=dict)
     set_id: str | None = None
     """The complete set that readers see; None before the first one."""
+    max_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,7 @@ async def open_slot(connection: db.Connection, slot: Slot) -> None:
         slot.recipe_version,
         slot.metadata,
         None if slot.ttl_seconds is None else timedelta(seconds=slot.ttl_seconds),
+        slot.max_size,
     )
 
 
@@ -102,11 +106,12 @@ async def accept(
     births: Sequence[Birth],
     max_attempts: int,
     stored_at: datetime | None = None,
+    size: int | None = None,
 ) -> db.Row | None:
     """awaiting_upload → uploaded → queued, with its jobs and their tickets; None if not first.
 
-    `stored_at` is when the object was stored, where that is known. Run inside a transaction: the
-    rows and the tickets come into being together.
+    `stored_at` is when the object was stored, and `size` what it has, where these are news. Run
+    inside a transaction: the rows and the tickets come into being together.
     """
     row = await connection.fetchrow(
         _SQL.accept,
@@ -121,6 +126,7 @@ async def accept(
         [b.priority for b in births],
         max_attempts,
         stored_at,
+        size,
     )
     if row is not None:
         turns = row["turns"]

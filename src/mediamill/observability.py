@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, Final, TextIO
 
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics_core import CounterMetricFamily
 
 _SECRETS: Final = re.compile(
     r"(mpk_\w+?_\w{4})\w+|((?:signature|sig|token|password)=)[^&\s\"']+|(whsec_)\S+"
@@ -152,3 +153,36 @@ class Metrics:
             ["provider", "outcome"],
             registry=self.registry,
         )
+        self.pulled = Tally(
+            "media_pulled_events_total",
+            "Events that waited in a queue, by queue and what came of them.",
+            ("queue", "outcome"),
+        )
+        self.swept = Tally(
+            "media_swept_total",
+            "Leftovers by what they were and how removing them went.",
+            ("what", "outcome"),
+        )
+        for tally in (self.pulled, self.swept):
+            self.registry.register(tally)
+
+
+class Tally:
+    """A counter of the whole installation: it shows what was read from the database last."""
+
+    def __init__(self, name: str, documentation: str, labels: tuple[str, str]) -> None:
+        # Named as the library names its own, for those who list them all.
+        self._name, self._documentation = name.removesuffix("_total"), documentation
+        self._labelnames = labels
+        self.counted: Mapping[tuple[str, str], int] = {}
+
+    def describe(self) -> Iterator[CounterMetricFamily]:
+        """Its name, without figures; the registry asks once."""
+        yield CounterMetricFamily(self._name, self._documentation, labels=self._labelnames)
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """Its figures, as the registry wants them."""
+        family = CounterMetricFamily(self._name, self._documentation, labels=self._labelnames)
+        for labels, count in self.counted.items():
+            family.add_metric(labels, count)
+        yield family

@@ -19,13 +19,14 @@ from typing import Any, Final
 import structlog
 import uvicorn
 
-from mediamill import db, installation, queue, sandbox, tools
+from mediamill import db, event_pulls, installation, queue, sandbox, tools
 from mediamill.api.app import create_app
 from mediamill.api.services import Services
 from mediamill.attempt import Means
 from mediamill.config import Settings, parse_slots
 from mediamill.egress import Egress, Policy
 from mediamill.estimates import Forecaster
+from mediamill.event_pulls import Puller
 from mediamill.events import Follower
 from mediamill.handlers import image, pieces, preview, video
 from mediamill.image_children import confined_pool
@@ -152,6 +153,8 @@ async def _serve_worker(settings: Settings, app: str | None) -> None:
             "limits only."
         )
     stop = _stop_on_signals()
+    slots = parse_slots(settings.slots)
+    waiting = event_pulls.queues(settings) if slots.get("maintenance") else []
     async with _base(settings, "worker") as (pool, _, store):
         name = installation.worker_id()
         swept = sweep_scratch(settings.scratch_dir)
@@ -160,7 +163,6 @@ async def _serve_worker(settings: Settings, app: str | None) -> None:
         scratch = ScratchFolder(settings.scratch_dir, name)
         toolbox = tools.resolve(settings.ffmpeg, settings.ffprobe, settings.packager)
         groups = tools.ProcessGroups()
-        slots = parse_slots(settings.slots)
         dsn = require_database(settings)
         worker: Worker | None = None
 
@@ -190,7 +192,7 @@ async def _serve_worker(settings: Settings, app: str | None) -> None:
             mill=mill,
         )
         worker = Worker(means, dsn=dsn, name=name, slots=slots, scratch=scratch.path)
-        duties = asyncio.create_task(_maintain(settings, pool, store, slots))
+        duties = asyncio.create_task(_maintain(settings, pool, store, slots, waiting))
         letters = asyncio.create_task(_deliver(settings, pool, name, slots))
         try:
             if slots.get("image"):
@@ -207,7 +209,11 @@ async def _serve_worker(settings: Settings, app: str | None) -> None:
 
 
 async def _maintain(
-    settings: Settings, pool: db.Pool, store: Storage, slots: dict[str, int]
+    settings: Settings,
+    pool: db.Pool,
+    store: Storage,
+    slots: dict[str, int],
+    waiting: list[event_pulls.Queue],
 ) -> None:
     if slots.get("maintenance", 0) <= 0:
         return
@@ -217,6 +223,8 @@ async def _maintain(
             group.create_task(Maintenance(settings, pool, store).run())
             fetcher = Fetcher(settings, Transfers(settings, pool, store), egress)
             group.create_task(fetcher.run())
+            for each in waiting:
+                group.create_task(Puller(settings, pool, store, each).run())
     finally:
         egress.close()
 

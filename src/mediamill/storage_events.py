@@ -91,9 +91,10 @@ def _read(given: Any, *, depth: int) -> Iterator[Hint | Handshake]:
                 yield from _s3_record(record)
         case {"Event": "s3:TestEvent"}:
             return
-        case {"Type": "Notification", "Message": str(message)}:
+        # Only the outermost of SNS: that one's signature is checked by whoever takes it in.
+        case {"Type": "Notification", "Message": str(message)} if depth == 0:
             yield from _read(_loaded(message), depth=depth + 1)
-        case {"Type": "SubscriptionConfirmation", "SubscribeURL": str(url)}:
+        case {"Type": "SubscriptionConfirmation", "SubscribeURL": str(url)} if depth == 0:
             yield Handshake("sns", {}, url)
         case {"Type": "UnsubscribeConfirmation"}:
             return

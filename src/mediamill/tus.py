@@ -12,6 +12,7 @@ import asyncio
 import dataclasses
 import hashlib
 import hmac
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from mediamill.uploads import Minted, Wanted
 
 log = structlog.get_logger()
 
+_MOST_REFUSALS: Final = 5  # of the storage's in one round of the sweep
 _SQL: Final = db.load("transfers")
 PROTOCOL: Final = "tus"
 ALGORITHMS: Final = ("sha1", "sha256")
@@ -447,11 +449,13 @@ class Transfers:
 
 async def sweep(
     connection: db.Connection, store: Storage, *, grace_seconds: float, most: int
-) -> int:
-    """Remove what is left of uploads past their time, and the pieces of those that were joined."""
+) -> Counter[tuple[str, str]]:
+    """Remove what is left of uploads past their time, and the pieces of those that were joined;
+    how many, by protocol and outcome."""
     grace = timedelta(seconds=grace_seconds)
     rows = await connection.fetch(_SQL.expired, grace, most)
-    swept = 0
+    counted: Counter[tuple[str, str]] = Counter()
+    refusals = 0
     for row in rows:
         await media.expire(connection, row["tenant_id"], row["id"])
         try:
@@ -460,12 +464,16 @@ async def sweep(
                 await store.delete(uploads.prefix(row["tenant_id"], row["id"]))
         except Failure as failure:  # it stays until the storage can do it
             log.warning("transfer_not_swept", transfer=str(row["id"]), code=failure.code.code)
+            counted[row["protocol"], "failed"] += 1
+            refusals += 1
+            if refusals >= _MOST_REFUSALS:
+                break
             continue
         failpoints.hit("tus.swept")
         await connection.execute(_SQL.swept, row["tenant_id"], row["id"])
-        swept += 1
+        counted[row["protocol"], "removed"] += 1
     await connection.execute(_SQL.forget, most)
-    return swept
+    return counted
 
 
 async def abort_of_media(

@@ -22,7 +22,7 @@ from mediamill.failures import Code, Refused
 from mediamill.jobs import Birth
 from mediamill.recipes import Recipe
 from mediamill.states import MediaState
-from mediamill.storage import SignedRequest, Storage, Stored
+from mediamill.storage import SignedForm, SignedRequest, Storage, Stored
 
 PREVIEW_PRIORITY: Final = 5
 _NAME_BYTES: Final = 1024
@@ -45,6 +45,8 @@ class Wanted:
     recipe_version: int | None = None
     metadata: dict[str, Any] | None = None
     ttl_seconds: float | None = None
+    max_size: int | None = None
+    """In place of the size, which is 0 then: the file comes by a form."""
 
 
 def prefix(tenant_id: str, media_id: UUID) -> str:
@@ -77,8 +79,11 @@ def slot(
     filename = clean_name(wanted.filename)
     content_type = content_type_of(wanted.content_type, filename)
     kind = kind_of(content_type)
-    if wanted.size == 0:
-        raise Refused(Code.EMPTY_INPUT, errors=[_field("/size", "must be at least 1")])
+    name, largest = (
+        ("size", wanted.size) if wanted.max_size is None else ("max_size", wanted.max_size)
+    )
+    if largest == 0:
+        raise Refused(Code.EMPTY_INPUT, errors=[_field(f"/{name}", "must be at least 1")])
     recipe = recipes.find(wanted.recipe, wanted.recipe_version, folder=settings.recipes_dir)
     if recipe is None:
         known = ", ".join(sorted({name for name, _ in recipes.book(settings.recipes_dir)}))
@@ -88,13 +93,13 @@ def slot(
             errors=[_field("/recipe", "is not known")],
         )
     allowed = _max_bytes(settings, tenant_id, kind, recipe)
-    if wanted.size > allowed:
+    if largest > allowed:
         raise Refused(
             Code.PAYLOAD_TOO_LARGE,
             f"At most {allowed:,} bytes are taken for {kind or 'a file'}; this one has "
-            f"{wanted.size:,}.",
-            limit={"name": "size", "allowed": allowed, "seen": wanted.size, "unit": "bytes"},
-            errors=[_field("/size", f"must be at most {allowed}")],
+            f"{largest:,}.",
+            limit={"name": "size", "allowed": allowed, "seen": largest, "unit": "bytes"},
+            errors=[_field(f"/{name}", f"must be at most {allowed}")],
         )
     if focal_point(wanted.metadata) is None and "focal_point" in (wanted.metadata or {}):
         raise Refused(
@@ -119,6 +124,7 @@ def slot(
         ttl_seconds=(
             wanted.ttl_seconds if wanted.ttl_seconds is not None else settings.media_ttl_seconds
         ),
+        max_size=wanted.max_size,
     )
 
 
@@ -139,16 +145,37 @@ def focal_point(metadata: Mapping[str, Any] | None) -> tuple[float, float] | Non
 
 def sign(store: Storage, opened: media.Slot) -> SignedRequest:
     """The write-once request that the client sends next."""
-    expires_at = datetime.now(UTC).replace(microsecond=0) + timedelta(
-        seconds=opened.upload_ttl_seconds
-    )
     return store.sign_put(
         opened.upload_key,
         content_type=opened.content_type,
         size=opened.size,
-        expires_at=expires_at,
+        expires_at=_end(opened),
         sha256=opened.sha256,
     )
+
+
+async def sign_form(store: Storage, opened: media.Slot) -> SignedForm:
+    """The form that the client sends next. Raises Refused where the storage holds no form to its
+    length."""
+    assert opened.max_size is not None
+    form = await store.sign_form(
+        opened.upload_key,
+        content_type=opened.content_type,
+        most=opened.max_size,
+        expires_at=_end(opened),
+    )
+    if form is None:
+        raise Refused(
+            Code.INVALID_REQUEST,
+            "The storage of this installation takes no form with a length range: send the exact "
+            "`size`, or upload with tus, which needs none.",
+            errors=[_field("/max_size", "is not offered here; send size")],
+        )
+    return form
+
+
+def _end(opened: media.Slot) -> datetime:
+    return datetime.now(UTC).replace(microsecond=0) + timedelta(seconds=opened.upload_ttl_seconds)
 
 
 def births(kind: str | None) -> list[Birth]:
@@ -192,13 +219,14 @@ async def complete(
         raise Refused(Code.UPLOAD_EXPIRED)
     if original.state != MediaState.AWAITING_UPLOAD:
         return False
-    stored = check_stored(await store.stat(original.upload_key), original.size)
+    stored = check_stored(await store.stat(original.upload_key), original.size, original.max_size)
     accepted = await media.accept(
         connection,
         tenant_id,
         media_id,
         object_version=stored.version,
         stored_at=stored.at,
+        size=stored.size,
         kind=original.kind,
         births=births(original.kind),
         max_attempts=settings.max_attempts,
@@ -206,17 +234,24 @@ async def complete(
     return accepted is not None
 
 
-def check_stored(stored: Stored | None, size: int) -> Stored:
+def check_stored(stored: Stored | None, size: int, max_size: int | None = None) -> Stored:
     """What lies in storage must be what was announced. Raises Refused."""
     if stored is None:
         raise Refused(Code.SOURCE_MISSING)
-    if stored.size != size:
+    if not fits(stored.size, size, max_size):
+        allowed = size if max_size is None else max_size
+        announced = f"{allowed:,} bytes" if max_size is None else f"1 to {allowed:,} bytes"
         raise Refused(
             Code.SIZE_MISMATCH,
-            f"{size:,} bytes were announced, {stored.size:,} are stored.",
-            limit={"name": "size", "allowed": size, "seen": stored.size, "unit": "bytes"},
+            f"{announced} were announced, {stored.size:,} are stored.",
+            limit={"name": "size", "allowed": allowed, "seen": stored.size, "unit": "bytes"},
         )
     return stored
+
+
+def fits(stored: int, size: int, max_size: int | None) -> bool:
+    """Whether so many bytes are what a slot was opened for."""
+    return 0 < stored == size if max_size is None else 1 <= stored <= max_size
 
 
 async def wanted_still(connection: db.Connection, key: str) -> bool:

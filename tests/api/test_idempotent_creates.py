@@ -37,6 +37,10 @@ async def multipart(_: Api) -> Sent:
     return "/v1/uploads/multipart", {"json": {"size": 5, "content_type": "image/png"}}
 
 
+async def tus(_: Api) -> Sent:
+    return "/v1/uploads", {"headers": {"Tus-Resumable": "1.0.0", "Upload-Length": "5"}}
+
+
 async def process(api: Api) -> Sent:
     body = await api.ready()
     return f"/v1/media/{body['id']}/process", {"json": {}}
@@ -73,6 +77,7 @@ CREATES: dict[str, tuple[Callable[[Api], Awaitable[Sent]], str]] = {
     "slot": (slot, "SELECT count(*) FROM media WHERE tenant_id = $1"),
     "form": (form, "SELECT count(*) FROM media WHERE tenant_id = $1"),
     "multipart": (multipart, "SELECT count(*) FROM transfers WHERE tenant_id = $1"),
+    "tus": (tus, "SELECT count(*) FROM transfers WHERE tenant_id = $1"),
     "process": (process, "SELECT max(generation) - 1 FROM media WHERE tenant_id = $1"),
     "job": (job, "SELECT count(*) FROM jobs WHERE tenant_id = $1"),
     "endpoint": (endpoint, "SELECT count(*) FROM endpoints WHERE tenant_id = $1"),
@@ -85,9 +90,9 @@ CREATES: dict[str, tuple[Callable[[Api], Awaitable[Sent]], str]] = {
 async def test_fifty_at_once_do_it_once(api: Api, name: str) -> None:
     prepare, counted = CREATES[name]
     path, sent = await prepare(api)
-    key = {"Idempotency-Key": f'"{name}-1"'}
+    headers = {"Idempotency-Key": f'"{name}-1"', **sent.pop("headers", {})}
     answers = await asyncio.gather(
-        *(api.client.post(path, headers=key, **sent) for _ in range(REPEATS))
+        *(api.client.post(path, headers=headers, **sent) for _ in range(REPEATS))
     )
     done = [a for a in answers if a.status_code < 300]
     waited = [a for a in answers if a.status_code == 409]  # asked to come back in a second
@@ -99,12 +104,13 @@ async def test_fifty_at_once_do_it_once(api: Api, name: str) -> None:
     async with db.acquire(api.pool) as connection:
         assert await connection.fetchval(counted, api.tenant) == 1
     # Later, too; and another request under the key is refused.
-    again = await api.client.post(path, headers=key, **sent)
+    again = await api.client.post(path, headers=headers, **sent)
     assert again.headers["idempotent-replayed"] == "true"
     assert again.text == done[0].text
+    assert again.headers.get("location") == done[0].headers.get("location")
     if name in ("slot", "multipart", "job", "endpoint"):
         other = {"json": sent["json"] | {"schema_version": 1}}
-        refused = await api.client.post(path, headers=key, **other)
+        refused = await api.client.post(path, headers=headers, **other)
         check_problem(refused, 422, "idempotency_key_reused")
 
 
@@ -117,8 +123,11 @@ async def test_every_create_of_the_document_is_here(api: Api) -> None:
         "/v1/uploads/{upload_id}/abort": "the state decides",
         "/v1/upload-tokens": "makes nothing",
         "/v1/recipes/validate": "makes nothing",
+        "/v1/recipes/dry-run": "makes nothing",
         "/v1/jobs/{job_id}/cancel": "the state decides",
         "/v1/jobs/{job_id}/replay": "the state decides: only a failed job",
+        "/v1/jobs/cancel": "the state decides",
+        "/v1/jobs/replay": "the state decides: only failed jobs",
         "/v1/dead-letters/replay": "a repeat goes on where the first one ended",
         "/v1/dead-letters/{job_id}/discard": "the state decides",
         "/v1/queues/{queue}/pause": "sets",
@@ -127,6 +136,8 @@ async def test_every_create_of_the_document_is_here(api: Api) -> None:
         "/v1/stream-urls": "makes nothing",
         "/v1/webhook-endpoints/{endpoint_id}/recover": "what was sent again is not sent twice",
         "/v1/deliveries/{delivery_id}/redeliver": "the receiver knows the id",
+        "/v1/keys": "a kept answer would hold the key",
+        "/v1/storage-checks": "removes what it makes",
         "/v1/inbox": "a receiver of webhooks knows the id",
     }
     here = {

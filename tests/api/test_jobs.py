@@ -200,3 +200,48 @@ async def test_a_malformed_id_is_as_unknown_as_a_missing_one(api: Api) -> None:
         for method, path in (("GET", ""), ("POST", "/cancel"), ("POST", "/replay")):
             answer = await api.client.request(method, f"/v1/jobs/{job_id}{path}")
             check_problem(answer, 404, "not_found")
+
+
+async def test_all_that_match_are_canceled_and_no_others(api: Api) -> None:
+    waiting = [await api.queued() for _ in range(3)]
+    running = await api.queued()
+    await api.claimed(running)
+    film = await api.queued(content_type="video/mp4")
+    answer = await api.client.post("/v1/jobs/cancel", json={"filter": {"kind": "image"}})
+    assert answer.status_code == 200
+    assert answer.json() == {"schema_version": 1, "changed": 4, "next": None}
+    for body in waiting:
+        job = (await api.client.get(f"/v1/jobs/{body['job']['id']}")).json()
+        assert job["state"] == "canceled"
+    job = (await api.client.get(f"/v1/jobs/{running['job']['id']}")).json()
+    assert (job["state"], job["cancel_requested"]) == ("processing", True)
+    assert (await api.client.get(f"/v1/jobs/{film['job']['id']}")).json()["state"] == "queued"
+    again = await api.client.post("/v1/jobs/cancel", json={"filter": {"kind": "image"}})
+    assert again.json()["changed"] == 0
+
+
+async def test_all_that_match_are_replayed_page_by_page(api: Api) -> None:
+    for _ in range(3):
+        await fail(api, await api.claimed(await api.queued()))
+    other = {"filter": {"error_code": "corrupt_input"}}
+    assert (await api.client.post("/v1/jobs/replay", json=other)).json()["changed"] == 0
+    wanted = {"filter": {"error_code": "tool_failed"}, "limit": 2}
+    first = (await api.client.post("/v1/jobs/replay", json=wanted)).json()
+    assert first["changed"] == 2
+    rest = await api.client.post("/v1/jobs/replay", json=wanted | {"before": first["next"]})
+    assert rest.json() == {"schema_version": 1, "changed": 1, "next": None}
+    listed = (await api.client.get("/v1/jobs?state=queued")).json()["data"]
+    assert len(listed) == 3
+
+
+async def test_a_bulk_that_says_nonsense_is_refused(api: Api) -> None:
+    for body, pointer in (
+        ({"before": "job_x"}, "/before"),
+        ({"filter": {"state": "failed"}}, "/filter/state"),
+        ({"filter": {"created_after": "2026-01-01T00:00:00"}}, "/filter/created_after"),
+        ({"limit": 0}, "/limit"),
+    ):
+        problem = check_problem(
+            await api.client.post("/v1/jobs/cancel", json=body), 422, "invalid_request"
+        )
+        assert [e["pointer"] for e in problem["errors"]] == [pointer]

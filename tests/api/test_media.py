@@ -645,3 +645,21 @@ async def test_a_ready_media_does_not_answer_304_for_addresses_that_ran_out(
         monkeypatch.setattr(routes, "datetime", Later)
         again = await api.client.get(path, headers={"If-None-Match": first.headers["etag"]})
         assert again.status_code == 200
+
+
+async def test_the_original_is_read_with_a_key_and_in_no_other_way(api: Api) -> None:
+    content = b"<script>alert(1)</script>" * 1000
+    body = await api.queued(content, filename='a"b\r\nc ü.png')
+    path = f"/v1/media/{body['id']}/original"
+    answer = await api.client.get(path)
+    assert (answer.status_code, answer.content) == (200, content)
+    assert answer.headers["content-disposition"].startswith("attachment; filename*=UTF-8''a%22b")
+    assert answer.headers["content-security-policy"] == "default-src 'none'; sandbox"
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    async with api.stranger() as stranger:
+        check_problem(await stranger.get(path), 401, "unauthenticated")
+    waiting = await api.slot()
+    check_problem(await api.client.get(f"/v1/media/{waiting['id']}/original"), 409, "wrong_state")
+    for file in api.store.root.glob("uploads/**/original"):
+        file.unlink()
+    check_problem(await api.client.get(path), 410, "gone")

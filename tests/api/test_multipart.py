@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from typing import Any
 
@@ -296,6 +297,165 @@ async def test_a_small_file_of_a_browser_is_one_signed_put(both: Api) -> None:
     assert (await send(api, signed, b"bytes")).status_code == 200
     done = await api.client.post(f"/v1/media/{signed['media']}/complete")
     assert done.status_code == 202
+
+
+# As it speaks S3 itself, each request signed by us.
+
+
+def found(pattern: str, text: str) -> str:
+    match = re.search(pattern, text)
+    assert match is not None, text
+    return match[1]
+
+
+async def signing_url(api: Api) -> str:
+    answer = await api.client.post("/v1/upload-tokens", json={})
+    url: str = answer.json()["sign_url"]
+    return url.removeprefix(rows.PUBLIC_URL)
+
+
+async def test_a_browser_that_speaks_s3_uploads_in_parts(both: Api) -> None:
+    api = both
+    at = await signing_url(api)
+    async with api.stranger() as browser:
+        browser.headers.update(ORIGIN)
+
+        async def sign(method: str, **more: Any) -> Any:
+            answer = await browser.post(at, json={"method": method, "expiresIn": 60, **more})
+            assert answer.status_code == 200, answer.text
+            assert answer.headers["access-control-allow-origin"] == "*"
+            return answer.json()
+
+        wish = "0b1d3c6e-6a3c-4a34-9f6b-b3a9d2f1c111-ä ö.mp4"
+        begun = await sign("POST", key=wish)
+        key = begun["key"]
+        assert key.startswith("uploads/")
+        for _ in range(2):  # its own retries make nothing new
+            first = await browser.post(begun["url"], headers={"Content-Type": "video/mp4"})
+            assert first.headers["content-type"] == "application/xml"
+        upload = found("<UploadId>(upl_[0-9a-z]{26})</UploadId>", first.text)
+        named = {"key": key, "uploadId": upload}
+        etags = []
+        for number, piece in enumerate(PIECES, start=1):
+            signed = await sign("PUT", **named, partNumber=number)
+            sent = await send(api, {"headers": {}, **signed}, piece)
+            assert sent.status_code == 200, sent.text
+            etags.append(sent.headers["etag"].strip('"'))
+        listed = (await browser.get((await sign("GET", **named))["url"])).text
+        assert re.findall("<PartNumber>([0-9]+)<", listed) == ["1", "2", "3"]
+
+        def whole(*tags: str) -> str:
+            parts = "".join(
+                f"<Part><PartNumber>{n}</PartNumber><ETag>{tag}</ETag></Part>"
+                for n, tag in enumerate(tags, start=1)
+            )
+            return f"<CompleteMultipartUpload>{parts}</CompleteMultipartUpload>"
+
+        end = (await sign("POST", **named))["url"]
+        for body, status in (
+            (whole(*etags[:2], "other"), 409),
+            (whole(etags[0], etags[2]), 409),
+            (whole(), 409),
+            ("<CompleteMultipartUpload><Part/></CompleteMultipartUpload>", 400),
+            ("<CompleteMultipartUpload>", 400),
+            ('<!DOCTYPE x [<!ENTITY a "1">]>' + whole(*etags), 400),
+            ("x" * (2 << 20), 413),
+        ):
+            refused = await browser.post(end, content=body)
+            assert refused.status_code == status, refused.text
+        spaced = whole(*etags).replace(
+            "<CompleteMultipartUpload>",
+            '<CompleteMultipartUpload xmlns="http://s3.amazonaws.com/doc/2006-03-01/">',
+        )
+        answers = [await browser.post(end, content=body) for body in (whole(*etags), spaced)]
+        for done in answers:
+            assert done.status_code == 200, done.text
+            assert f"<Key>{key}</Key>" in done.text
+    location = found("<Location>(.+)</Location>", answers[0].text)
+    path = location.removeprefix(rows.PUBLIC_URL)
+    shown = (await api.client.get(path)).json()
+    assert (shown["filename"], shown["size"], shown["state"]) == ("ä ö.mp4", len(WHOLE), "queued")
+    assert await stored(api, upload) == WHOLE
+    assert await jobs_of(api, upload) == 1
+
+
+async def test_a_browser_that_speaks_s3_gives_up(both: Api) -> None:
+    api = both
+    at = await signing_url(api)
+    async with api.stranger() as browser:
+        begun = (await browser.post(at, json={"method": "POST", "key": "a.mp4", "size": 9})).json()
+        upload = found("(upl_[0-9a-z]{26})", begun["url"])
+        named = {"key": begun["key"], "uploadId": upload}
+        part = {"method": "PUT", **named, "partNumber": 1}
+        signed = (await browser.post(at, json=part)).json()
+        assert (await send(api, {"headers": {}, **signed}, b"123456789")).status_code == 200
+        end = (await browser.post(at, json={"method": "DELETE", **named})).json()
+        assert (await browser.delete(end["url"])).status_code == 204
+        assert (await browser.get(end["url"])).status_code == 410
+
+
+async def test_a_whole_file_is_signed_for_its_size(both: Api) -> None:
+    api = both
+    at = await signing_url(api)
+    wish = {"method": "PUT", "key": "a.png", "contentType": "image/png"}
+    async with api.stranger() as browser:
+        unknown = await browser.post(at, json=wish)
+        assert (unknown.status_code, unknown.json()["code"]) == (422, "invalid_request")
+        empty = await browser.post(at, json={**wish, "size": 0})
+        assert (empty.status_code, empty.json()["code"]) == (422, "empty_input")
+        signed = (await browser.post(at, json={**wish, "size": 5})).json()
+    assert (await send(api, signed, b"longer")).status_code == 403
+    assert (await send(api, signed, b"bytes")).status_code == 200
+    done = await api.client.post(f"/v1/media/{signed['media']}/complete")
+    assert done.status_code == 202
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"method": "PATCH"},
+        {"method": "GET"},
+        {"method": "DELETE"},
+        {"method": "PUT", "partNumber": 1},
+        {"method": "POST", "partNumber": 1, "uploadId": "OWN"},
+        {"method": "PUT", "partNumber": 0, "uploadId": "OWN"},
+        {"method": "PUT", "partNumber": 10_001, "uploadId": "OWN"},
+        {"method": "PUT", "partNumber": 1, "uploadId": "OWN", "key": "uploads/other"},
+        {"method": "PUT", "partNumber": 1, "uploadId": "upl_" + "0" * 26},
+        {"method": "GET", "uploadId": "x"},
+        {"method": "POST", "key": ""},
+        {"method": "POST", "key": 7},
+        {},
+    ],
+    ids=str,
+)
+async def test_what_is_no_request_of_an_upload_is_not_signed(
+    api: Api, asked: dict[str, Any]
+) -> None:
+    at = await signing_url(api)
+    async with api.stranger() as browser:
+        begun = (await browser.post(at, json={"method": "POST", "key": "a.mp4"})).json()
+        upload = found("(upl_[0-9a-z]{26})", begun["url"])
+        body = {"key": begun["key"], **asked}
+        if asked.get("uploadId") == "OWN":
+            body["uploadId"] = upload
+        answer = await browser.post(at, json=body)
+        assert answer.status_code in (404, 422), answer.text
+        put = await browser.put(begun["url"])
+        assert put.status_code == 405
+
+
+async def test_another_tenants_upload_is_not_signed_for(api: Api, other: httpx.AsyncClient) -> None:
+    theirs = (await other.post("/v1/upload-tokens", json={})).json()["sign_url"]
+    at = await signing_url(api)
+    async with api.stranger() as browser:
+        begun = (await browser.post(theirs, json={"method": "POST", "key": "a.mp4"})).json()
+        upload = found("(upl_[0-9a-z]{26})", begun["url"])
+        part = {"method": "PUT", "key": begun["key"], "uploadId": upload, "partNumber": 1}
+        assert (await browser.post(at, json=part)).status_code == 404
+        assert (await browser.post(theirs, json=part)).status_code == 200
+        here = begun["url"].split("?")[0].replace(theirs.split("/")[-3], at.split("/")[-3])
+        assert (await browser.get(here)).status_code == 404
 
 
 @pytest.mark.parametrize("change", ["forged", "expired", "cut", "foreign", "empty"])

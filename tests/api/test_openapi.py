@@ -12,7 +12,7 @@ from starlette.routing import Route
 from tests.api.conftest import Api
 
 from mediamill import db, ids, webhooks
-from mediamill.api.media import FILTERS, MediaBody, NewMedia, Process
+from mediamill.api.media import FILTERS, MediaBody, NewMedia, NewMediaUpTo, Process
 from mediamill.sealing import Vault
 
 pytestmark = pytest.mark.anyio
@@ -131,10 +131,12 @@ async def test_the_bodies_that_it_shows_are_those_that_are_taken(api: Api) -> No
     create = paths["/v1/media"]["post"]["requestBody"]["content"]
     assert set(create) == {"application/json", "multipart/form-data"}
     schema = create["application/json"]["schema"]
-    assert set(schema["properties"]) == set(NewMedia.model_fields)
+    assert set(schema["properties"]) == set(NewMedia.model_fields) | set(NewMediaUpTo.model_fields)
     validator = Draft202012Validator(schema)
     assert validator.is_valid({"size": 5, "filename": "a", "metadata": {"a": 1}})
     assert not validator.is_valid({"size": 5, "nonsense": 1})
+    assert validator.is_valid({"max_size": 5})
+    assert not validator.is_valid({"max_size": 5, "size": 5})
     assert not validator.is_valid({})
     process = paths["/v1/media/{media_id}/process"]["post"]["requestBody"]["content"]
     schema = process["application/json"]["schema"]

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from tests.api.conftest import Api, make_api
 
+from mediamill import db, ids
+
 pytestmark = pytest.mark.anyio
 
 MINE = {
@@ -137,3 +139,71 @@ async def test_a_focal_point_is_two_fractions(api: Api, value: object, status: i
     assert answer.status_code == status, answer.text
     if status == 422:
         assert answer.json()["errors"][0]["pointer"] == "/metadata/focal_point"
+
+
+async def sample(api: Api, **facts: Any) -> str:
+    """A media of which so much is known."""
+    media_id: str = (await api.slot())["id"]
+    columns = ", ".join(f"{name} = ${n}" for n, name in enumerate(facts, 2))
+    async with db.acquire(api.pool) as connection:
+        await connection.execute(
+            f"UPDATE media SET {columns} WHERE id = $1",
+            ids.decode(ids.MEDIA, media_id),
+            *facts.values(),
+        )
+    return media_id
+
+
+async def test_a_dry_run_says_what_would_be_made_of_a_media(shop: Api) -> None:
+    picture = await sample(shop, kind="image", width=1000, height=500)
+    answer = await shop.client.post(
+        "/v1/recipes/dry-run", json={"media_id": picture, "recipe": "shop", "version": 1}
+    )
+    assert answer.status_code == 200
+    body = answer.json()
+    assert (body["recipe"], body["version"], body["kind"]) == ("shop", 1, "image")
+    assert [(o["name"], o["width"], o["height"]) for o in body["outputs"]] == [
+        ("w320.webp", 320, 160)
+    ]
+    assert body["outputs"][0]["note"] == "the smallest with likeness 0.95"
+    assert body["estimate"]["basis"]
+
+    film = await sample(shop, kind="video", width=1280, height=720, duration_seconds=10.0)
+    recipe = {
+        "name": "draft",
+        "version": 1,
+        "video": [{"type": "hls"}, {"type": "mp4", "short_side": 480}, {"type": "poster"}],
+    }
+    answer = await shop.client.post(
+        "/v1/recipes/dry-run", json={"media_id": film, "recipe": recipe}
+    )
+    outputs = {o["name"]: o for o in answer.json()["outputs"]}
+    assert list(outputs) == [
+        "hls/360p",
+        "hls/480p",
+        "hls/720p",  # not 1080p: never enlarged
+        "hls/audio",
+        "video.mp4",
+        "poster.jpg",
+    ]
+    assert (outputs["video.mp4"]["width"], outputs["video.mp4"]["height"]) == (852, 480)
+    assert outputs["hls/720p"]["most_bytes"] == 2800 * 125 * 10
+
+
+async def test_a_dry_run_without_a_sample_or_outputs_says_which(shop: Api) -> None:
+    picture = await sample(shop, kind="image", width=10, height=10)
+    sound = await sample(shop, kind="audio", duration_seconds=1.0)
+    unknown = (await shop.slot())["id"]
+    gone = ids.encode(ids.MEDIA, ids.new())
+    for body, status, pointer in (
+        ({"media_id": picture, "recipe": "nothing"}, 422, "/recipe"),
+        ({"media_id": picture, "recipe": "web", "version": 99}, 422, "/recipe"),
+        ({"media_id": sound, "recipe": "shop"}, 422, "/recipe"),
+        ({"media_id": gone, "recipe": "web"}, 422, "/media_id"),
+        ({"media_id": "nonsense", "recipe": "web"}, 422, "/media_id"),
+        ({"media_id": unknown, "recipe": "web"}, 409, None),
+    ):
+        answer = await shop.client.post("/v1/recipes/dry-run", json=body)
+        assert answer.status_code == status, body
+        if pointer:
+            assert [e["pointer"] for e in answer.json()["errors"]] == [pointer]

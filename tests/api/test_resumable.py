@@ -113,3 +113,15 @@ async def test_tus_is_spoken_beside_it(draft: Api) -> None:
 async def test_it_is_off_unless_it_is_wanted(api: Api) -> None:
     answer = await begin(api, TEN, "?1")
     check_problem(answer, 412, "precondition_failed")
+
+
+async def test_a_creation_that_is_repeated_with_its_key_makes_one_upload(draft: Api) -> None:
+    key = {"Idempotency-Key": "draft"}
+    first = await begin(draft, TEN, "?1", **key)
+    again = await begin(draft, TEN, "?1", **key)
+    assert again.headers["idempotent-replayed"] == "true"
+    for answer in (first, again):
+        assert (answer.status_code, answer.headers["upload-complete"]) == (201, "?1")
+    assert first.headers["location"] == again.headers["location"]
+    assert await jobs_of(draft, first.headers["location"]) == 1
+    check_problem(await begin(draft, TEN, "?0", **key), 422, "idempotency_key_reused")

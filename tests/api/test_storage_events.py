@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx2 as httpx
 import pytest
 from tests.api.conftest import Api, Body, check_problem, make_api, media_uuid
+from tests.senders import ACCOUNT, AUDIENCE, TOPIC, KeyHost, google_token, key_host, signed
 from tests.storage.seaweed import Seaweed, bucket_name
 from tests.test_storage_events import (
     event_grid,
@@ -21,11 +21,11 @@ from tests.test_storage_events import (
     records,
     s3,
     seaweedfs,
-    sns,
 )
 
 from mediamill import ids
-from mediamill.egress import Egress
+from mediamill.config import EventToken
+from mediamill.event_senders import Senders
 from mediamill.maintenance import Maintenance
 from mediamill.storage import s3 as s3_storage
 from mediamill.storage.s3 import S3Storage, Wire, open_s3
@@ -42,11 +42,15 @@ class Told:
     api: Api
     store: S3Storage
     bucket: str
+    host: KeyHost
 
-    async def tell(self, body: Any, *, secret: str | None = SECRET) -> httpx.Response:
+    async def tell(
+        self, body: Any, *, secret: str | None = SECRET, source: str = "bucket"
+    ) -> httpx.Response:
         headers = {"Authorization": f"Bearer {secret}"} if secret else {}
+        path = f"/internal/storage-events/{source}"
         async with self.api.stranger() as sender:
-            return await sender.post("/internal/storage-events/bucket", json=body, headers=headers)
+            return await sender.post(path, json=body, headers=headers)
 
     async def uploaded(self, content: bytes = b"bytes") -> tuple[Body, str]:
         """A slot whose bytes lie in the bucket, and their key; nobody has said so yet."""
@@ -78,17 +82,29 @@ class Told:
 
 
 @pytest.fixture
-async def told(s3_server: Seaweed, shared_database: str, tmp_path: Path) -> AsyncIterator[Told]:
+async def told(
+    s3_server: Seaweed, shared_database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Told]:
     bucket = bucket_name()
-    given = s3_server.settings(bucket, storage_event_secrets={"bucket": SECRET})
-    async with make_api(shared_database, tmp_path, **given) as api:
+    token = EventToken(audience=AUDIENCE, service_account=ACCOUNT)
+    given = s3_server.settings(
+        bucket,
+        storage_event_secrets={"bucket": SECRET, "topic": SECRET, "google": SECRET},
+        storage_event_topics={"topic": TOPIC},
+        storage_event_tokens={"google": token},
+    )
+    async with (
+        key_host(tmp_path, monkeypatch) as host,
+        make_api(shared_database, tmp_path, **given) as api,
+    ):
+        api.services.senders = Senders(api.services.settings, host.egress)
         place = s3_storage.place(api.services.settings)
         wire = Wire(place)
         await wire.send("PUT", "")
         await wire.close()
         store = await open_s3(place, ids.new())
         api.services.use(store)
-        yield Told(api, store, bucket)
+        yield Told(api, store, bucket, host)
         await store.close()
 
 
@@ -109,7 +125,7 @@ async def test_every_form_completes_an_upload(told: Told) -> None:
         return body
 
     for make in (
-        lambda key: sns(records(told.record(key))),
+        lambda key: signed({"Message": json.dumps(records(told.record(key)))}),
         lambda key: (
             renamed(eventbridge(key))
             | {"detail": {**eventbridge(key)["detail"], "bucket": {"name": told.bucket}}}
@@ -267,17 +283,7 @@ async def test_handshakes_are_answered(told: Told) -> None:
         assert (await sender.options("/internal/storage-events/bucket")).status_code == 401
 
 
-async def test_a_subscription_is_confirmed_at_its_own_sender_only(
-    told: Told, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    called: list[str] = []
-
-    @asynccontextmanager
-    async def call(_: Egress, method: str, url: str) -> AsyncIterator[Any]:
-        called.append(f"{method} {url}")
-        yield SimpleNamespace(status=200)
-
-    monkeypatch.setattr(Egress, "call", call)
+async def test_a_subscription_is_confirmed_at_its_own_sender_only(told: Told) -> None:
     good = "https://sns.eu-west-1.amazonaws.com/?Action=ConfirmSubscription&Token=1"
     for url, status in (
         (good, 200),
@@ -285,7 +291,59 @@ async def test_a_subscription_is_confirmed_at_its_own_sender_only(
         ("http://sns.eu-west-1.amazonaws.com/?Token=1", 422),
         ("https://evil.test/?x=https://sns.eu-west-1.amazonaws.com/?", 422),
         ("https://sns.eu-west-1.amazonaws.com@evil.test/?", 422),
+        ("https://sns.eu-west-1.amazonaws.com/?Token=1 x", 422),
     ):
         body = {"Type": "SubscriptionConfirmation", "SubscribeURL": url}
-        assert (await told.tell(body)).status_code == status, url
-    assert called == [f"GET {good}"]
+        assert (await told.tell(signed(body))).status_code == status, url
+        check_problem(await told.tell(signed(body, number=2)), 401, "unauthenticated")
+        check_problem(await told.tell([signed(body)]), 422, "invalid_request")
+    assert [asked for asked in told.host.asked if not asked.endswith(".pem")] == [good]
+
+
+async def test_a_message_that_sns_did_not_sign_stores_nothing(told: Told) -> None:
+    slot, key = await told.uploaded()
+    message = {"Message": json.dumps(records(told.record(key)))}
+    for body, source in (
+        ({"Type": "Notification", **message}, "bucket"),
+        (signed(message, number=2), "bucket"),
+        ({**signed({"Message": "{}"}), **message}, "bucket"),
+        (signed({**message, "TopicArn": "arn:aws:sns:eu-west-1:1:other"}), "topic"),
+        (records(told.record(key)), "topic"),
+    ):
+        check_problem(await told.tell(body, source=source), 401, "unauthenticated")
+    assert await told.jobs(slot) == 0
+    assert (await told.api.read(slot["id"]))["state"] == "awaiting_upload"
+    told.host.down = True
+    told.api.services.senders = Senders(told.api.services.settings, told.host.egress)
+    check_problem(await told.tell(signed(message)), 502, "target_unreachable")
+    told.host.down = False
+    for version in ("1", "2"):
+        answer = await told.tell(signed(message, version=version), source="topic")
+        assert answer.status_code == 200, answer.text
+    assert await told.jobs(slot) == 1
+
+
+async def test_a_push_shows_its_token_and_its_secret(told: Told) -> None:
+    slot, key = await told.uploaded()
+    body = pubsub(key)
+    body["message"]["attributes"]["bucketId"] = told.bucket
+
+    async def push(token: str | None, secret: str = SECRET) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        path = f"/internal/storage-events/google?token={secret}"
+        async with told.api.stranger() as sender:
+            return await sender.post(path, json=body, headers=headers)
+
+    for token, secret in (
+        (None, SECRET),
+        (SECRET, SECRET),
+        (google_token(), "wrong"),
+        (google_token(number=2), SECRET),
+        (google_token(email="other@project.iam.gserviceaccount.com"), SECRET),
+        (google_token(aud="https://other.test"), SECRET),
+        (google_token(exp=1), SECRET),
+    ):
+        check_problem(await push(token, secret), 401, "unauthenticated")
+    assert await told.jobs(slot) == 0
+    assert (await push(google_token())).json()["accepted"] == 1
+    assert await told.jobs(slot) == 1

@@ -666,3 +666,77 @@ async def test_parallel_requests_at_one_offset_have_one_winner(both: Api) -> Non
     assert any(a.status_code == 204 for a in answers)
     assert await stored(api, at) == TEN
     assert await jobs_of(api, at) == 1
+
+
+# --- creation with an Idempotency-Key
+
+
+async def test_a_creation_that_is_repeated_makes_one_upload_and_goes_on(api: Api) -> None:
+    """The answer of the first was lost: the second learns where it stands."""
+    meta = {"Upload-Metadata": f"filename {base64.b64encode(b'a.png').decode()}"}
+    key = {"Idempotency-Key": "one", **TUS, "Upload-Length": "10", **meta}
+    bytes_ = {"Content-Type": "application/offset+octet-stream"}
+    first = await api.client.post("/v1/uploads", headers={**key, **bytes_}, content=b"abc")
+    assert (first.status_code, first.headers["upload-offset"]) == (201, "3")
+    assert "idempotent-replayed" not in first.headers
+    for sent in ({"content": b"abc", "headers": {**key, **bytes_}}, {"headers": key}):
+        again = await api.client.post("/v1/uploads", **sent)
+        assert (again.status_code, again.headers["upload-offset"]) == (201, "3")
+        assert again.headers["idempotent-replayed"] == "true"
+        assert again.headers["location"] == first.headers["location"]
+    at = first.headers["location"]
+    assert (await patch(api, at, 3, b"defghij")).status_code == 204
+    assert await stored(api, at) == b"abcdefghij"
+    done = await api.client.post("/v1/uploads", headers=key)
+    assert (done.headers["upload-offset"], done.headers["location"]) == ("10", at)
+    assert await jobs_of(api, at) == 1
+
+
+async def test_a_creation_whose_bytes_never_came_takes_them_the_second_time(api: Api) -> None:
+    key = {"Idempotency-Key": "late", **TUS, "Upload-Length": "5"}
+    first = await api.client.post("/v1/uploads", headers=key)
+    bytes_ = {"Content-Type": "application/offset+octet-stream"}
+    again = await api.client.post("/v1/uploads", headers={**key, **bytes_}, content=b"bytes")
+    assert (again.status_code, again.headers["upload-offset"]) == (201, "5")
+    assert again.headers["location"] == first.headers["location"]
+    assert await jobs_of(api, first.headers["location"]) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"Upload-Length": "11"},
+        {"Upload-Metadata": "filename Yg=="},
+        {"Upload-Concat": "partial"},
+        {"Upload-Length": None, "Upload-Defer-Length": "1"},
+    ],
+    ids=str,
+)
+async def test_another_creation_under_the_key_is_refused(
+    api: Api, change: dict[str, str | None]
+) -> None:
+    key = {"Idempotency-Key": "same", **TUS, "Upload-Length": "10"}
+    assert (await api.client.post("/v1/uploads", headers=key)).status_code == 201
+    other = {name: value for name, value in {**key, **change}.items() if value is not None}
+    refused = await api.client.post("/v1/uploads", headers=other)
+    check_problem(refused, 422, "idempotency_key_reused")
+    assert refused.headers["tus-resumable"] == "1.0.0"
+
+
+async def test_the_key_of_an_upload_that_was_ended_answers_that_it_is_gone(api: Api) -> None:
+    key = {"Idempotency-Key": "ended", **TUS, "Upload-Length": "10"}
+    first = await api.client.post("/v1/uploads", headers=key)
+    await api.client.delete(first.headers["location"], headers=TUS)
+    again = await api.client.post("/v1/uploads", headers=key)
+    check_problem(again, 410, "gone")
+
+
+async def test_keys_of_two_tenants_and_two_protocols_do_not_meet(
+    api: Api, other: httpx.AsyncClient
+) -> None:
+    key = {"Idempotency-Key": "shared", **TUS, "Upload-Length": "10"}
+    first, second = [await who.post("/v1/uploads", headers=key) for who in (api.client, other)]
+    assert first.headers["location"] != second.headers["location"]
+    slot = {"size": 10, "content_type": "image/png"}
+    body = await api.client.post("/v1/media", json=slot, headers={"Idempotency-Key": "shared"})
+    assert body.status_code == 201

@@ -14,7 +14,7 @@ import pytest
 from standardwebhooks.webhooks import Webhook
 from tests import rows
 from tests.api.conftest import Api, Body, check_problem, make_api
-from tests.sink import LOCAL, answering, listening
+from tests.sink import LOCAL, answering, listening, saying
 
 from mediamill import db, ids, sealing
 from mediamill.webhooks import Courier
@@ -196,6 +196,18 @@ async def test_the_test_event_arrives_and_its_delivery_says_how(
         assert sink.parsed()[0]["webhook-id"] == headers["webhook-id"]
         assert sink.parsed()[1] == raw
         assert len(sink.requests) == 2
+
+
+async def test_an_attempt_that_was_answered_with_nothing_can_be_read(
+    client: httpx.AsyncClient, courier: Courier
+) -> None:
+    async with listening(saying(b"HTTP/1.1 204 No Content\r\n\r\n")) as sink:
+        body = await made(client, sink.url)
+        answer = await client.post(f"{body['links']['self']}/test")
+        await deliver(courier)
+        shown = await client.get(answer.headers["location"])
+        assert shown.status_code == 200
+        assert [(a["status"], a["response"]) for a in shown.json()["attempts"]] == [(204, "")]
 
 
 async def test_rotation_answers_with_the_new_secret_and_when_the_old_one_ends(

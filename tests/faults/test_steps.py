@@ -40,6 +40,8 @@ ELSEWHERE = {
     "tus.part": "stories/test_resumable.py",
     "tus.stored": "stories/test_resumable.py",
     "tus.swept": "stories/test_s3.py",
+    "maintenance.swept": "tests/test_maintenance.py",
+    "pull.followed": "tests/test_event_pulls.py",
     "webhook.sent": "stories/test_telling.py",
     "maintenance.rescue": "test_duties.py",
     "maintenance.erase": "test_duties.py",

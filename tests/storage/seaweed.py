@@ -63,7 +63,7 @@ def seaweed(folder: Path, *, tell: tuple[str, str] | None = None) -> Iterator[Se
     # Each bucket takes volumes of its own: one at a time, so that they do not run out.
     (folder / "master.toml").write_text("[master.volume_growth]\ncopy_1 = 1\n")
     names = ["master", "volume", "filer", "s3"]
-    ports = _free_ports(2 * len(names))
+    ports = free_ports(2 * len(names))
     port = dict(zip(names, ports, strict=False))
     flags = [f"-{name}.port={number}" for name, number in port.items()]
     flags += [f"-{name}.port.grpc={ports[len(names) + n]}" for n, name in enumerate(names)]
@@ -116,7 +116,7 @@ def _await(server: Seaweed, master: int, log: Path) -> None:
     raise AssertionError(log.read_text(errors="replace")[-2000:])
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     with ExitStack() as held:
         probes = [held.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:

@@ -16,7 +16,8 @@ from tests.storage.seaweed import ACCESS_KEY, SECRET_KEY, Seaweed, bucket_name
 
 from mediamill import ids
 from mediamill.storage import AlreadyStored, StorageRefused, s3
-from mediamill.storage.s3 import Place, Refusal, S3Storage, Wire, open_s3
+from mediamill.storage.bucket import Refusal
+from mediamill.storage.s3 import Place, S3Storage, Wire, open_s3
 
 pytestmark = pytest.mark.anyio
 

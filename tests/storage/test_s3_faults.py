@@ -15,7 +15,7 @@ from tests.storage.seaweed import Seaweed
 from tests.storage.test_s3 import INSTALLATION, new_bucket
 
 from mediamill.failures import Code, Failure, Verdict
-from mediamill.storage import s3
+from mediamill.storage import bucket
 from mediamill.storage.s3 import S3Storage, open_s3
 
 pytestmark = [pytest.mark.anyio, pytest.mark.long, pytest.mark.timeout(120)]
@@ -25,9 +25,9 @@ Faulty = tuple[S3Storage, FaultProxy]
 @pytest.fixture
 async def faulty(s3_server: Seaweed, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Faulty]:
     """A storage behind the proxy, which does nothing wrong until it is told to."""
-    monkeypatch.setattr(s3, "_IDLE_SECONDS", 0.5)
-    monkeypatch.setattr(s3, "_RETRY_SECONDS", 2.0)
-    monkeypatch.setattr(s3, "_PAUSE_SECONDS", 0.02)
+    monkeypatch.setattr(bucket, "_IDLE_SECONDS", 0.5)
+    monkeypatch.setattr(bucket, "_RETRY_SECONDS", 2.0)
+    monkeypatch.setattr(bucket, "_PAUSE_SECONDS", 0.02)
     made = await new_bucket(s3_server)
     async with fault_proxy(s3_server.endpoint) as proxy:
         store = await open_s3(replace(made, endpoint=proxy.endpoint), INSTALLATION)
@@ -127,7 +127,7 @@ async def test_a_large_file_outlasts_faults_in_its_parts(
     faulty: Faulty, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, proxy = faulty
-    monkeypatch.setattr(s3, "_PART_BYTES", BIG)
+    monkeypatch.setattr(bucket, "_PART_BYTES", BIG)
     whole = bytes(range(256)) * (2 * BIG // 256 + 1)
     count = 0
 
@@ -138,7 +138,7 @@ async def test_a_large_file_outlasts_faults_in_its_parts(
 
     proxy.fault = sometimes
     stored = await store.put("uploads/t/large", write(tmp_path, whole))
-    assert stored.size == len(whole) > 2 * s3._PART_BYTES
+    assert stored.size == len(whole) > 2 * bucket._PART_BYTES
     assert await content(store, "uploads/t/large", stored) == whole
 
 

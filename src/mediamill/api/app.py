@@ -25,9 +25,11 @@ from mediamill.api import (
     dashboard,
     dead_letters,
     document,
+    figures,
     health,
     inbox,
     jobs,
+    keys,
     media,
     multipart,
     play,
@@ -35,6 +37,7 @@ from mediamill.api import (
     queues,
     recipes,
     resumable,
+    settings,
     storage,
     storage_events,
     streams,
@@ -112,11 +115,23 @@ async def _problem_page(request: Request) -> Response:
     return Response(text, media_type="text/markdown; charset=utf-8", headers=headers)
 
 
+def _slot_schema() -> dict[str, Any]:
+    """What opens a slot: an exact size, or for a form the most that it takes."""
+    schema = media.NewMedia.model_json_schema()
+    most = media.NewMediaUpTo.model_json_schema()["properties"]["max_size"]
+    return {
+        **schema,
+        "properties": {**schema["properties"], "max_size": most},
+        "required": [],
+        "oneOf": [{"required": ["size"]}, {"required": ["max_size"]}],
+    }
+
+
 _CREATE_BODY: Final = {
     "requestBody": {
         "required": True,
         "content": {
-            "application/json": {"schema": media.NewMedia.model_json_schema()},
+            "application/json": {"schema": _slot_schema()},
             "multipart/form-data": {
                 "schema": {
                     "type": "object",
@@ -278,6 +293,19 @@ _ROUTES: Final[tuple[_Route, ...]] = (
         media.MediaBody,
         _body(media.Process),
     ),
+    _Route(
+        "/v1/media/{media_id}/original",
+        "GET",
+        media.read_original,
+        more={
+            "responses": {
+                "200": {
+                    "description": "The bytes.",
+                    "content": {"application/octet-stream": {"schema": {"type": "string"}}},
+                }
+            }
+        },
+    ),
     _Route("/v1/media/{media_id}/variants/{name:path}", "GET", media.read_variant, 307),
     _Route("/v1/media/{media_id}/subtitles", "GET", subtitles.list_subtitles),
     _Route(
@@ -331,6 +359,14 @@ _ROUTES: Final[tuple[_Route, ...]] = (
         _body(Recipe),
     ),
     _Route(
+        "/v1/recipes/dry-run",
+        "POST",
+        recipes.dry_run,
+        200,
+        recipes.DryRunBody,
+        _body(recipes.DryRun),
+    ),
+    _Route(
         "/v1/recipes/{name}",
         "GET",
         recipes.read_recipe,
@@ -351,6 +387,8 @@ _ROUTES: Final[tuple[_Route, ...]] = (
         },
     ),
     _Route("/v1/jobs", "GET", jobs.list_jobs, more=_query(*jobs.FILTERS)),
+    _Route("/v1/jobs/cancel", "POST", jobs.cancel_matching, 200, jobs.BulkBody, _body(jobs.Bulk)),
+    _Route("/v1/jobs/replay", "POST", jobs.replay_matching, 200, jobs.BulkBody, _body(jobs.Bulk)),
     _Route("/v1/jobs/{job_id}", "GET", jobs.read_job, more=_WAIT),
     _Route("/v1/jobs/{job_id}/timeline", "GET", jobs.read_job_timeline),
     _Route("/v1/jobs/{job_id}/events", "GET", streams.job_events, more=_stream("last_event_id")),
@@ -386,6 +424,9 @@ _ROUTES: Final[tuple[_Route, ...]] = (
         _body(dead_letters.ReplayMany),
     ),
     _Route("/v1/dead-letters/{job_id}", "GET", dead_letters.read_dead_letter),
+    _Route(
+        "/v1/dead-letters/groups", "GET", dead_letters.list_groups, 200, dead_letters.GroupsBody
+    ),
     _Route("/v1/dead-letters/{job_id}/discard", "POST", dead_letters.discard_dead_letter),
     _Route("/v1/queues", "GET", queues.list_queues),
     _Route("/v1/queues/{queue}/pause", "POST", queues.pause_queue),
@@ -463,6 +504,24 @@ _ROUTES: Final[tuple[_Route, ...]] = (
     ),
     _Route("/v1/inbox", "POST", inbox.receive, 204),
     _Route("/v1/inbox", "GET", inbox.read),
+    _Route(
+        "/v1/figures",
+        "GET",
+        figures.read_figures,
+        200,
+        figures.FiguresBody,
+        {
+            "parameters": [
+                {"name": "minutes", "in": "query", "schema": {"type": "integer", "minimum": 1}}
+            ]
+        },
+    ),
+    _Route("/v1/keys", "POST", keys.create_key, 201, keys.NewKeyBody, _body(keys.NewKey)),
+    _Route("/v1/keys", "GET", keys.list_keys),
+    _Route("/v1/keys/self", "GET", keys.read_self, 200, keys.SelfBody),
+    _Route("/v1/keys/{key_id}", "DELETE", keys.revoke_key, 204),
+    _Route("/v1/settings", "GET", settings.list_settings, 200, settings.SettingsBody),
+    _Route("/v1/storage-checks", "POST", settings.check_storage, 200, settings.ChecksBody),
     _Route("/v1/workers", "GET", queues.list_workers),
     _Route("/v1/workers/{worker}/drain", "POST", queues.drain_worker, 202),
 )

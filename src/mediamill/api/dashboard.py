@@ -23,12 +23,13 @@ from mediamill.failures import Code, Refused
 _START: Final = "index.html"
 _YEAR: Final = "public, max-age=31536000, immutable"
 _LOCAL_NAMES: Final = frozenset({"localhost", "127.0.0.1", "::1"})
-# Variants and uploads may lie in a bucket of any name; scripts and styles are our own.
+# Variants and uploads may lie in a bucket of any name; scripts are our own files alone. The
+# player's controls have their styles in their shadow trees, which counts as inline.
 _HEADERS: Final = {
     "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src * data: blob:; "
-        "media-src * blob:; connect-src *; worker-src blob:; base-uri 'none'; "
-        "form-action 'self'; frame-ancestors 'none'"
+        "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+        "img-src * data: blob:; media-src * blob:; connect-src *; worker-src blob:; "
+        "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
     ),
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, datetime
-from typing import Final
+from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
@@ -25,7 +25,7 @@ from mediamill.api.services import (
     services,
     shown_error,
 )
-from mediamill.failures import Code, Refused
+from mediamill.failures import BY_NAME, Code, Refused
 
 SCHEMA_VERSION: Final = 1
 FILTERS: Final = ("code", "kind", "queue", "since", "until")
@@ -64,6 +64,47 @@ class ReplayMany(BaseModel):
     limit: int = Field(default=_MOST, ge=1, le=_MOST)
 
 
+class Group(BaseModel):
+    """Dead letters of one code."""
+
+    code: str | None
+    count: int
+    first_at: datetime
+    last_at: datetime
+    newest: str = Field(description="The id of one, to look at.")
+    detail: str
+    advice: str
+
+
+class GroupsBody(BaseModel):
+    """The largest group first; 100 at most."""
+
+    schema_version: Literal[1]
+    data: list[Group]
+
+
+async def list_groups(request: Request) -> Response:
+    """Dead letters by code: how many, since when, and one to look at."""
+    sender = await caller(request, "dlq:manage")
+    known_parameters(request)
+    async with db.acquire(services(request).pool) as connection:
+        rows = await jobs.dead_groups(connection, sender.tenant_id)
+    data = [
+        {
+            "code": row["code"],
+            "count": row["jobs"],
+            "first_at": iso_time(row["first_at"]),
+            "last_at": iso_time(row["last_at"]),
+            "newest": ids.encode(ids.JOB, row["newest"]),
+            "detail": code.title if code else "",
+            "advice": code.advice if code else "",
+        }
+        for row in rows
+        for code in (BY_NAME.get(row["code"]),)
+    ]
+    return json_response({"schema_version": SCHEMA_VERSION, "data": data})
+
+
 async def list_dead_letters(request: Request) -> Response:
     """Newest first, by `code`, `kind`, `queue`, `since` and `until` (RFC 3339)."""
     given = {n: request.query_params[n] for n in FILTERS if n in request.query_params}
@@ -78,7 +119,8 @@ async def list_dead_letters(request: Request) -> Response:
 
 
 async def read_dead_letter(request: Request) -> Response:
-    """A failed job with every attempt: its error, its commands and the last words of its tools."""
+    """A job, dead letter or not, with every attempt: its error, its commands and the last words of
+    its tools."""
     sender = await caller(request, "dlq:manage")
     known_parameters(request)
     here = services(request)

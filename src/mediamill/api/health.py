@@ -12,7 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mediamill import controls, db, estimates, installation, webhooks
+from mediamill import controls, db, estimates, installation, tallies, webhooks
 from mediamill.api.services import json_response, services
 from mediamill.config import QUEUES
 from mediamill.observability import Metrics
@@ -81,6 +81,10 @@ async def _measure(found: Metrics, connection: db.Connection) -> None:
     found.webhook_oldest.set(letters["oldest_seconds"])
     for state in ("enabled", "disabled"):
         found.webhook_endpoints.labels(state).set(letters[state])
+    found.pulled.counted = await tallies.read(connection, tallies.PULLED)
+    # All of them from the start, so that a rise is one from zero.
+    nothing = {(what, how): 0 for what, hows in tallies.LEFTOVERS.items() for how in hows}
+    found.swept.counted = nothing | await tallies.read(connection, tallies.SWEPT)
     for kind in await estimates.record(connection, days=1):
         if kind.recipe is None or kind.kind in ("image", "video", "audio"):
             found.estimates_held.labels(kind.kind).set(kind.held)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal
 from uuid import UUID
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -40,6 +42,7 @@ from mediamill.api.services import (
     listed,
     parse_body,
     path_id,
+    plain_text,
     poll_after,
     services,
     shown_error,
@@ -56,6 +59,10 @@ from mediamill.idempotency import Answer
 from mediamill.states import JOB_TERMINAL, JobState
 
 SCHEMA_VERSION: Final = 1
+_BULK_MOST: Final = 10_000
+_BULK_BATCH: Final = 200
+_BULK_SECONDS: Final = 10.0
+Word = Annotated[str, Field(min_length=1, max_length=128), AfterValidator(plain_text)]
 FILTERS: Final = ("state", "kind", "queue", "error_code", "created_after", "created_before")
 
 
@@ -74,6 +81,38 @@ class NewJob(BaseModel):
     dedup_key: str | None = Field(default=None, min_length=1, max_length=255)
     max_attempts: int | None = Field(default=None, ge=1, le=100)
     callback_url: str | None = Field(default=None, max_length=2048, description=CALLBACK)
+
+
+class Matching(BaseModel):
+    """Which jobs are meant; a field that is left out does not restrict."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    kind: Word | None = None
+    queue: Word | None = None
+    error_code: Word | None = None
+    created_after: AwareDatetime | None = None
+    created_before: AwareDatetime | None = None
+
+
+class Bulk(BaseModel):
+    """Do it to all that match, newest first."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    filter: Matching = Field(default_factory=Matching)
+    before: str | None = Field(
+        default=None, max_length=64, description="The `next` of an answer: go on from there."
+    )
+    limit: int = Field(default=_BULK_MOST, ge=1, le=_BULK_MOST)
+
+
+class BulkBody(BaseModel):
+    """How many were changed. `next` is null when all that matched were looked at."""
+
+    schema_version: Literal[1]
+    changed: int
+    next: str | None
 
 
 async def create_job(request: Request) -> Response:
@@ -368,6 +407,85 @@ async def replay_job(request: Request) -> Response:
         row = await jobs.get(connection, sender.tenant_id, job_id)
         assert row is not None
     return json_response(shown_job(row, [], None), 202, _location(job_id))
+
+
+async def cancel_matching(request: Request) -> Response:
+    """Cancel all queued and processing jobs that match, for some seconds; `next` says where to go
+    on."""
+    here = services(request)
+
+    async def cancel(connection: db.Connection, tenant_id: str, row: db.Row) -> bool:
+        if row["cancel_requested"]:
+            return False
+        return await jobs.cancel(
+            connection,
+            tenant_id,
+            row["id"],
+            retention_seconds=here.settings.job_retention_seconds,
+        )
+
+    return await _in_bulk(request, [JobState.QUEUED, JobState.PROCESSING], cancel)
+
+
+async def replay_matching(request: Request) -> Response:
+    """Replay all failed jobs that match, for some seconds; `next` says where to go on. One whose
+    media is gone or went on is passed over."""
+
+    async def replay(connection: db.Connection, tenant_id: str, row: db.Row) -> bool:
+        now = await jobs.get(connection, tenant_id, row["id"])
+        return now is not None and await media.replay(connection, tenant_id, now)
+
+    return await _in_bulk(request, [JobState.FAILED], replay)
+
+
+async def _in_bulk(
+    request: Request,
+    states: list[str],
+    act: Callable[[db.Connection, str, db.Row], Awaitable[bool]],
+) -> Response:
+    sender = await caller(request, "jobs:write")
+    known_parameters(request)
+    here = services(request)
+    wanted = parse_body(Bulk, await json_body(request))
+    before = None if wanted.before is None else ids.decode(ids.JOB, wanted.before)
+    if wanted.before is not None and before is None:
+        raise Refused(
+            Code.INVALID_REQUEST,
+            "before is no id of a job.",
+            errors=[{"pointer": "/before", "detail": "is no id of a job"}],
+        )
+    changed = looked = 0
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + _BULK_SECONDS
+    ended = False
+    while not ended and looked < wanted.limit and clock() < deadline:
+        async with db.acquire(here.pool) as connection:
+            rows = await jobs.list_newest(
+                connection,
+                sender.tenant_id,
+                before=before,
+                limit=min(_BULK_BATCH, wanted.limit - looked),
+                states=states,
+                kind=wanted.filter.kind,
+                queue_name=wanted.filter.queue,
+                error_code=wanted.filter.error_code,
+                created_after=wanted.filter.created_after,
+                created_before=wanted.filter.created_before,
+            )
+        ended = not rows
+        for row in rows:
+            # One transaction each: locks of several jobs at once would wait for each other.
+            async with db.transaction(here.pool) as connection:
+                changed += await act(connection, sender.tenant_id, row)
+            before, looked = row["id"], looked + 1
+            if clock() >= deadline:
+                break
+    body = {
+        "schema_version": SCHEMA_VERSION,
+        "changed": changed,
+        "next": None if ended or before is None else ids.encode(ids.JOB, before),
+    }
+    return json_response(body)
 
 
 def _location(job_id: UUID) -> dict[str, str]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing, suppress
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Final, Literal
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 from uuid import UUID
 
 from fastapi import APIRouter
@@ -26,7 +26,7 @@ from pydantic_core import PydanticCustomError
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Message
 
 from mediamill import (
@@ -136,6 +136,30 @@ class NewMedia(BaseModel):
         return uploads.Wanted(**self.model_dump(exclude={"schema_version", "callback_url"}))
 
 
+class NewMediaUpTo(BaseModel):
+    """A file whose size is not known yet: it comes by a form (POST), which takes up to
+    `max_size` bytes. Offered where the storage holds forms to their length."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    schema_version: Literal[1] = 1
+    max_size: int = Field(ge=1, le=2**53, description="At most so many bytes.")
+    content_type: str | None = Field(default=None, max_length=255, examples=["image/jpeg"])
+    filename: str | None = Field(default=None, max_length=1024)
+    sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+    recipe: str = Field(default="web", max_length=63)
+    recipe_version: int | None = Field(default=None, ge=1, description="Default: the newest.")
+    metadata: Metadata = Field(default_factory=dict, max_length=32)
+    ttl_seconds: float | None = Field(
+        default=None, gt=0, le=10 * 365 * 86400, description="Deleted this long after creation."
+    )
+    callback_url: str | None = Field(default=None, max_length=2048, description=CALLBACK)
+
+    def wanted(self) -> uploads.Wanted:
+        given = self.model_dump(exclude={"schema_version", "callback_url"})
+        return uploads.Wanted(size=0, **given)
+
+
 class Source(BaseModel):
     """Where a file is fetched from."""
 
@@ -237,9 +261,13 @@ class Variant(BaseModel):
 
 
 class Upload(BaseModel):
-    method: Literal["PUT"]
+    """The request to send next: a PUT of the file with these headers, or a POST of these fields
+    and then the file, as multipart/form-data under the name `file`."""
+
+    method: Literal["PUT", "POST"]
     url: str
     headers: dict[str, str]
+    fields: dict[str, str] = Field(default_factory=dict, description="Of a form; else absent.")
     expires_at: datetime
 
 
@@ -284,7 +312,8 @@ async def create_media(request: Request) -> Response:
     """Open an upload slot (JSON), or upload a small file in one request (multipart/form-data).
 
     A slot answers 201 with a signed write-once `upload` request; a form answers 202: the file is
-    accepted and queued. With `source.url` in place of a size the file is fetched (202).
+    accepted and queued. With `source.url` in place of a size the file is fetched (202); with
+    `max_size` the slot is a form with a length range, where the storage holds forms to it.
     """
     sender = await caller(request, "uploads:write")
     known_parameters(request)
@@ -297,10 +326,13 @@ async def create_media(request: Request) -> Response:
 async def _open_slot(request: Request, sender: Caller) -> Response:
     here = services(request)
     raw = await json_body(request)
-    if names_a_source(raw):
+    if names(raw, "source"):
         return await _fetch(request, sender, raw)
-    asked = parse_body(NewMedia, raw)
+    by_form = names(raw, "max_size")
+    asked = parse_body(NewMediaUpTo, raw) if by_form else parse_body(NewMedia, raw)
     wanted = asked.wanted()
+    if wanted.max_size is not None:  # what the bucket makes of forms is found out, once
+        await uploads.sign_form(here.storage, uploads.slot(here.settings, sender.tenant_id, wanted))
     key = idempotency_key(request, sender, idempotency.fingerprint("json", raw), route="/v1/media")
     callback = await Callback.of(here, asked.callback_url)
 
@@ -310,14 +342,8 @@ async def _open_slot(request: Request, sender: Caller) -> Response:
             slot = uploads.slot(here.settings, sender.tenant_id, wanted)
             await media.open_slot(connection, slot)
             await callback.register(connection, sender.tenant_id, slot.id)
-            signed = uploads.sign(here.storage, slot)
             body = await shown_media(here, connection, sender.tenant_id, slot.id)
-            body["upload"] = {
-                "method": signed.method,
-                "url": signed.url,
-                "headers": dict(signed.headers),
-                "expires_at": iso_time(signed.expires_at),
-            }
+            body["upload"] = await _signed(here, slot)
             return Answer(201, json_text(body), _path(slot.id), slot.id)
 
         answer = await idempotency.once(
@@ -327,12 +353,32 @@ async def _open_slot(request: Request, sender: Caller) -> Response:
     return _answered(answer)
 
 
-def names_a_source(raw: bytes) -> bool:
-    """Whether a body asks for a fetch."""
+def names(raw: bytes, member: str) -> bool:
+    """Whether a body has this member, which says what kind of slot it asks for."""
     with suppress(ValueError, RecursionError):
         given = json.loads(raw)
-        return isinstance(given, dict) and "source" in given
+        return isinstance(given, dict) and member in given
     return False
+
+
+async def _signed(here: Services, slot: media.Slot) -> dict[str, Any]:
+    """The request that the client sends next. Raises Refused."""
+    if slot.max_size is not None:
+        form = await uploads.sign_form(here.storage, slot)
+        return {
+            "method": "POST",
+            "url": form.url,
+            "headers": {},
+            "fields": dict(form.fields),
+            "expires_at": iso_time(form.expires_at),
+        }
+    signed = uploads.sign(here.storage, slot)
+    return {
+        "method": signed.method,
+        "url": signed.url,
+        "headers": dict(signed.headers),
+        "expires_at": iso_time(signed.expires_at),
+    }
 
 
 async def _fetch(request: Request, sender: Caller, raw: bytes) -> Response:
@@ -697,6 +743,46 @@ async def read_variant(request: Request) -> Response:
         raise Refused(Code.NOT_FOUND)
     url, _ = _read_address(here, dict(row), _url_expiry(here))
     return Response(status_code=307, headers={"Location": url, "Cache-Control": "no-store"})
+
+
+async def read_original(request: Request) -> Response:
+    """The bytes of the original, as an attachment. No address is signed for it."""
+    sender = await caller(request, "media:read")
+    known_parameters(request)
+    here = services(request)
+    media_id = path_id(request, ids.MEDIA, "media_id")
+    async with db.acquire(here.pool) as connection:
+        original = await media.original(connection, sender.tenant_id, media_id)
+    if original is None:
+        raise Refused(Code.NOT_FOUND)
+    if original.deleted_at is not None:
+        raise Refused(Code.GONE)
+    if original.object_version is None:
+        raise Refused(Code.WRONG_STATE, f"It is {original.state}; its bytes are not here yet.")
+    stream = here.storage.read(original.upload_key, original.object_version)
+    try:
+        first = await anext(stream, b"")
+    except Failure as failure:
+        if failure.code is Code.SOURCE_MISSING:
+            raise Refused(Code.GONE, "The original is no longer kept.") from None
+        raise
+
+    async def body() -> AsyncIterator[bytes]:
+        async with aclosing(stream):
+            yield first
+            async for chunk in stream:
+                yield chunk
+
+    name = quote(original.filename or "original", safe="")
+    headers = {
+        "Content-Length": str(original.size),
+        "Content-Disposition": f"attachment; filename*=UTF-8''{name}",
+        "Content-Security-Policy": "default-src 'none'; sandbox",
+        "X-Content-Type-Options": "nosniff",
+        "Cache-Control": "private, no-store",
+    }
+    kind = original.detected_type or "application/octet-stream"
+    return StreamingResponse(body(), 200, headers, kind)
 
 
 async def shown_media(

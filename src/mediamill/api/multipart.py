@@ -1,18 +1,24 @@
-"""Multipart uploads: a JSON API of our own, and the routes that Uppy's S3 plugin speaks.
+"""Multipart uploads: a JSON API of our own, and the two ways in which Uppy's S3 plugin speaks.
 
 Uppy's requests carry no headers of ours, so who may send them stands in the path: an upload token,
-sealed by us, short-lived, good for new uploads of one tenant and nothing else.
+sealed by us, short-lived, good for new uploads of one tenant and nothing else. Either it asks for
+what a Companion has, or it speaks S3 itself and has each request signed: then the bytes go to the
+storage, and what begins, lists, joins or ends an upload comes to us in S3's words, so that the plan
+of the parts, their check and the acceptance stay ours on every kind of storage.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final, Literal
 from urllib.parse import parse_qsl
+from xml.etree import ElementTree
+from xml.sax.saxutils import escape
 
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
@@ -22,6 +28,7 @@ from mediamill import db, idempotency, ids, media, multipart, signing, uploads
 from mediamill.api.media import NewMedia
 from mediamill.api.problems import problem_response
 from mediamill.api.services import (
+    MAX_JSON_BYTES,
     Callback,
     caller,
     idempotency_key,
@@ -81,6 +88,19 @@ class NewToken(BaseModel):
     ttl_seconds: int = Field(default=900, ge=60, le=3600)
     recipe: str = Field(default="web", max_length=63)
     recipe_version: int | None = Field(default=None, ge=1)
+
+
+class ToSign(BaseModel):
+    """A request that Uppy wants to send (`signRequest`). `size` is for pages that tell it."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    method: Literal["GET", "POST", "PUT", "DELETE"]
+    key: str = Field(min_length=1, max_length=1024)
+    content_type: str | None = Field(default=None, alias="contentType", max_length=255)
+    upload_id: str | None = Field(default=None, alias="uploadId", max_length=64)
+    part_number: int | None = Field(default=None, alias="partNumber")
+    size: int | None = Field(default=None, ge=0, le=1 << 53)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +197,7 @@ async def create_token(request: Request) -> Response:
         "token": token,
         "expires_at": iso_time(datetime.fromtimestamp(expires, UTC)),
         "companion_url": f"{here.settings.base_url}/uppy/{token}",
+        "sign_url": f"{here.settings.base_url}/uppy/{token}/s3/sign",
     }
     return json_response(body, 201, {"Cache-Control": "no-store"})
 
@@ -232,12 +253,15 @@ async def _companion(request: Request) -> Response:
         case "DELETE", ["multipart", upload]:
             await services(request).multiparts.abort(await _of_token(request, token, upload))
             return _json({})
+        case "POST", ["sign"]:
+            return await _sign(request, token)
+        case _, ["object", upload]:
+            return await _spoken_s3(request, await _of_token(request, token, upload))
     raise Refused(Code.NOT_FOUND)
 
 
 async def _params(request: Request, token: Token) -> Response:
     """One signed PUT for a small file, if its size is told (`metadata[size]`)."""
-    here = services(request)
     query = dict(parse_qsl(request.url.query))
     size = query.get("metadata[size]", "")
     if not size.isascii() or not size.isdigit() or len(size) > 16:
@@ -247,14 +271,20 @@ async def _params(request: Request, token: Token) -> Response:
             errors=[{"parameter": "metadata[size]", "detail": "must be the size in bytes"}],
         )
     wanted = _wanted(token, query.get("filename"), query.get("type"), int(size))
+    return _json({"method": "PUT", "fields": {}, **await _put_slot(request, token, wanted)})
+
+
+async def _put_slot(request: Request, token: Token, wanted: Wanted) -> dict[str, Any]:
+    """A slot for a whole file, as Uppy wants to hear of it. Raises Refused."""
+    here = services(request)
     slot = uploads.slot(here.settings, token.tenant, wanted)
     async with db.transaction(here.pool) as connection:
         await media.open_slot(connection, slot)
     signed = uploads.sign(here.storage, slot)
     # A browser sets the length by itself, and lets no script do it.
     headers = {k: v for k, v in signed.headers.items() if k != "Content-Length"}
-    body = {"method": "PUT", "url": signed.url, "fields": {}, "headers": headers}
-    return _json({**body, "key": slot.upload_key, "media": ids.encode(ids.MEDIA, slot.id)})
+    media_id = ids.encode(ids.MEDIA, slot.id)
+    return {"url": signed.url, "headers": headers, "key": slot.upload_key, "media": media_id}
 
 
 async def _create(request: Request, token: Token) -> Response:
@@ -269,6 +299,94 @@ async def _create(request: Request, token: Token) -> Response:
     made = await services(request).multiparts.open(token.tenant, wanted, size=None)
     upload = ids.encode(ids.UPLOAD, made.id)
     return _json({"key": made.key, "uploadId": upload, "media": ids.encode(ids.MEDIA, made.id)})
+
+
+async def _sign(request: Request, token: Token) -> Response:
+    """Where the browser sends this request: parts and whole files to the storage, the rest to us.
+    A new upload gets a key of ours, which Uppy takes over."""
+    asked = parse_body(ToSign, await json_body(request))
+    multiparts = services(request).multiparts
+    # Uppy asks for UUID-NAME, unless the page has its own way.
+    name = re.sub(r"^[0-9a-f-]{36}-", "", asked.key.rpartition("/")[2])
+    match asked.method, asked.upload_id, asked.part_number:
+        case "PUT", None, None:
+            if asked.size is None:
+                raise Refused(
+                    Code.INVALID_REQUEST,
+                    "Send `size` too, or let every file go in parts (shouldUseMultipart: true).",
+                    errors=[{"pointer": "/size", "detail": "must be the size in bytes"}],
+                )
+            wanted = _wanted(token, name, asked.content_type, asked.size)
+            return _json(await _put_slot(request, token, wanted))
+        case "POST", None, None:
+            wanted = _wanted(token, name, asked.content_type, asked.size or 0)
+            made = await multiparts.open(token.tenant, wanted, size=asked.size)
+            return _json({"url": f"{_object_url(request, made)}?uploads", "key": made.key})
+        case "PUT", str(upload), int(number):
+            transfer = await _of_token(request, token, upload, asked.key)
+            return _json({"url": multiparts.sign(transfer, number).url})
+        case (("GET" | "POST" | "DELETE"), str(upload), None):
+            transfer = await _of_token(request, token, upload, asked.key)
+            return _json({"url": _object_url(request, transfer)})
+    raise Refused(Code.INVALID_REQUEST, "This is no request of an upload.")
+
+
+async def _spoken_s3(request: Request, transfer: Transfer) -> Response:
+    """One of S3's requests about an upload in parts, and S3's answer."""
+    multiparts = services(request).multiparts
+    upload, key = ids.encode(ids.UPLOAD, transfer.id), escape(transfer.key)
+    match request.method:
+        case "POST" if "uploads" in request.query_params:
+            return _xml(
+                "InitiateMultipartUploadResult",
+                f"<Key>{key}</Key><UploadId>{upload}</UploadId>",
+            )
+        case "GET":
+            listed = "".join(
+                f"<Part><PartNumber>{part.number}</PartNumber>"
+                f"<ETag>{escape(part.etag)}</ETag><Size>{part.size}</Size></Part>"
+                for part in await multiparts.parts(transfer)
+            )
+            return _xml("ListPartsResult", f"<Key>{key}</Key>{listed}")
+        case "POST":
+            done = await multiparts.complete(transfer, await _etags_in_xml(request))
+            location = services(request).settings.base_url + _media(done)
+            return _xml(
+                "CompleteMultipartUploadResult",
+                f"<Location>{escape(location)}</Location><Key>{key}</Key>",
+            )
+        case "DELETE":
+            await multiparts.abort(transfer)
+            return Response(status_code=204)
+    raise Refused(Code.METHOD_NOT_ALLOWED, headers={"Allow": "DELETE, GET, POST"})
+
+
+def _object_url(request: Request, transfer: Transfer) -> str:
+    """Where we take S3's requests about this upload. Uppy tells a beginning from a completion by
+    what it sends; we by the query, since both are POST."""
+    base = services(request).settings.base_url
+    path = f"{base}/uppy/{request.path_params['token']}/s3/object"
+    return f"{path}/{ids.encode(ids.UPLOAD, transfer.id)}"
+
+
+async def _etags_in_xml(request: Request) -> dict[int, str]:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_JSON_BYTES:
+            raise Refused(Code.PAYLOAD_TOO_LARGE)
+    try:
+        if b"<!" in body:  # S3 knows no document types, and we expand nothing
+            raise ValueError
+        found = {}
+        for part in ElementTree.fromstring(bytes(body)):  # noqa: S314  # no entities, see above
+            said = {child.tag.rpartition("}")[2]: child.text or "" for child in part}
+            found[int(said["PartNumber"])] = said["ETag"]
+    except (ElementTree.ParseError, KeyError, ValueError):
+        raise Refused(Code.MALFORMED_REQUEST, "Send CompleteMultipartUpload as S3 does.") from None
+    if not all(1 <= number <= 10_000 for number in found):
+        raise Refused(Code.INVALID_REQUEST, "A part has a number from 1 to 10000.")
+    return found
 
 
 async def _etags(request: Request) -> dict[int, str]:
@@ -316,12 +434,14 @@ def _token(request: Request) -> Token:
     return token
 
 
-async def _of_token(request: Request, token: Token, upload: str) -> Transfer:
+async def _of_token(
+    request: Request, token: Token, upload: str, key: str | None = None
+) -> Transfer:
     found = ids.decode(ids.UPLOAD, upload)
     if found is None:
         raise Refused(Code.NOT_FOUND)
     transfer = await services(request).multiparts.get(token.tenant, found)
-    if request.query_params.get("key", transfer.key) != transfer.key:
+    if (key or request.query_params.get("key", transfer.key)) != transfer.key:
         raise Refused(Code.NOT_FOUND)
     return transfer
 
@@ -362,6 +482,12 @@ def _json(body: Any) -> Response:
     return Response(
         text.encode(), media_type="application/json", headers={"Cache-Control": "no-store"}
     )
+
+
+def _xml(name: str, content: str) -> Response:
+    text = f'<?xml version="1.0" encoding="UTF-8"?>\n<{name}>{content}</{name}>'
+    headers = {"Cache-Control": "no-store"}
+    return Response(text, media_type="application/xml", headers=headers)
 
 
 def _path(transfer: Transfer) -> str:

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mediamill import recipes
-from mediamill.api.services import caller, json_body, json_response, known_parameters, services
+from mediamill import db, ids, media, recipes
+from mediamill.api.services import (
+    caller,
+    json_body,
+    json_response,
+    known_parameters,
+    parse_body,
+    services,
+)
+from mediamill.estimates import Work
 from mediamill.failures import Code, Refused
+from mediamill.handlers.dry_run import Sample, plan
 from mediamill.recipes import Recipe
 
 SCHEMA_VERSION: Final = 1
@@ -42,6 +53,48 @@ class RecipeBody(BaseModel):
     versions: list[int]
     kinds: list[str]
     recipe: dict[str, Any]
+
+
+class DryRun(BaseModel):
+    """A media that is here, and a recipe: by name, or as data that you are still writing."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    media_id: str = Field(max_length=64)
+    recipe: str | Recipe
+    version: int | None = Field(
+        default=None, ge=1, description="Of a recipe that is named; default: the newest."
+    )
+
+
+class PlannedOutput(BaseModel):
+    """What would be made. `most_bytes` is what its rate allows at most, null where nobody can
+    tell."""
+
+    name: str
+    type: str
+    width: int | None
+    height: int | None
+    most_bytes: int | None
+    note: str | None
+
+
+class TimeNeeded(BaseModel):
+    p50_seconds: float | None
+    p90_seconds: float | None
+    basis: str
+
+
+class DryRunBody(BaseModel):
+    """What a recipe would make of a media, and how long the like of it has taken."""
+
+    schema_version: Literal[1]
+    media_id: str
+    kind: str
+    recipe: str
+    version: int
+    outputs: list[PlannedOutput]
+    estimate: TimeNeeded
 
 
 async def list_recipes(request: Request) -> Response:
@@ -94,6 +147,61 @@ async def validate_recipe(request: Request) -> Response:
         "recipe": recipe and recipe.model_dump(mode="json", exclude_none=True),
     }
     return json_response(body)
+
+
+async def dry_run(request: Request) -> Response:
+    """Plan what a recipe would make of a media, with an estimate. Nothing is made or kept."""
+    sender = await caller(request, "media:read")
+    known_parameters(request)
+    here = services(request)
+    wanted = parse_body(DryRun, await json_body(request))
+    media_id = ids.decode(ids.MEDIA, wanted.media_id)
+    recipe = _meant(wanted, here.settings.recipes_dir)
+    async with db.acquire(here.pool) as connection:
+        row = None if media_id is None else await media.get(connection, sender.tenant_id, media_id)
+        if row is None or row["deleted_at"] is not None:
+            raise _fault("/media_id", "is no media of yours")
+        if row["kind"] is None or (row["kind"] != "audio" and row["width"] is None):
+            raise Refused(Code.WRONG_STATE, "Its size is not known yet; take one that is ready.")
+        sample = Sample(row["kind"], row["width"], row["height"], row["duration_seconds"])
+        outputs = plan(recipe, sample)
+        estimate = await here.forecaster.estimate(
+            connection,
+            kind=row["kind"],
+            recipe=recipe.name,
+            queue=row["kind"],
+            ahead=0,
+            work=Work.of(row),
+        )
+    if not outputs:
+        raise _fault("/recipe", f"has no outputs for {row['kind']}")
+    body = {
+        "schema_version": SCHEMA_VERSION,
+        "media_id": wanted.media_id,
+        "kind": row["kind"],
+        "recipe": recipe.name,
+        "version": recipe.version,
+        "outputs": [asdict(output) for output in outputs],
+        "estimate": estimate.as_dict(),
+    }
+    return json_response(body)
+
+
+def _meant(wanted: DryRun, folder: Path | None) -> Recipe:
+    if isinstance(wanted.recipe, Recipe):
+        return wanted.recipe
+    found = recipes.find(wanted.recipe, wanted.version, folder=folder)
+    if found is None:
+        raise _fault("/recipe", "is not known in this version" if wanted.version else "is unknown")
+    return found
+
+
+def _fault(pointer: str, detail: str) -> Refused:
+    return Refused(
+        Code.INVALID_REQUEST,
+        f"{pointer[1:]} {detail}.",
+        errors=[{"pointer": pointer, "detail": detail}],
+    )
 
 
 def _shown(request: Request, recipe: Recipe) -> dict[str, Any]:

@@ -29,7 +29,8 @@ _NUMBER: Final = re.compile("[0-9]{1,15}")
 _COMMON: Final = {
     "Access-Control-Allow-Origin": "*",
     "Access-Control-Expose-Headers": (
-        "Location, Upload-Offset, Upload-Complete, Upload-Length, Upload-Limit, Mediamill-Media"
+        "Location, Upload-Offset, Upload-Complete, Upload-Length, Upload-Limit, Mediamill-Media, "
+        "Idempotent-Replayed"
     ),
 }
 _REGISTRY: Final = "https://iana.org/assignments/http-problem-types#"
@@ -88,7 +89,7 @@ async def _options(request: Request) -> Response:
         "Access-Control-Allow-Methods": "POST, HEAD, PATCH, DELETE, OPTIONS",
         "Access-Control-Allow-Headers": (
             "Authorization, Content-Type, Content-Disposition, Upload-Offset, Upload-Complete, "
-            "Upload-Length, Upload-Draft-Interop-Version"
+            "Upload-Length, Upload-Draft-Interop-Version, Idempotency-Key"
         ),
     }
     return Response(status_code=204, headers=headers)
@@ -108,10 +109,20 @@ async def _create(request: Request) -> Response:
         filename=disposition.get_filename(),
         recipe=request.query_params.get("recipe", "web"),
     )
-    made = await services(request).transfers.open(sender.tenant_id, wanted, size=length)
-    made = await _append(request, made, 0, complete=complete)
-    path = f"/v1/uploads/{ids.encode(ids.UPLOAD, made.id)}"
-    return _state(request, made, 201, {"Location": path})
+    said = ("content-type", "content-disposition", "upload-complete")
+    made, replayed = await uploads.opened(
+        request,
+        sender,
+        wanted,
+        size=length,
+        about=(str(length), wanted.recipe, *(request.headers.get(name, "") for name in said)),
+    )
+    headers = {"Location": f"/v1/uploads/{ids.encode(ids.UPLOAD, made.id)}"}
+    if replayed:
+        headers["Idempotent-Replayed"] = "true"
+    if not replayed or (made.received == 0 and made.completed_at is None):
+        made = await _append(request, made, 0, complete=complete)
+    return _state(request, made, 201, headers)
 
 
 async def _head(request: Request) -> Response:

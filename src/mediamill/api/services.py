@@ -28,6 +28,7 @@ from mediamill import db, idempotency, ids, timeline, webhooks
 from mediamill.config import Settings
 from mediamill.egress import Egress
 from mediamill.estimates import Forecaster
+from mediamill.event_senders import Senders
 from mediamill.events import Follower, Topic
 from mediamill.failures import BY_NAME, Code, Problem, Refused
 from mediamill.installation import Installation
@@ -62,8 +63,10 @@ class Services:
     """Open event streams by tenant."""
     transfers: Transfers = field(init=False)
     multiparts: Multiparts = field(init=False)
+    senders: Senders = field(init=False)
 
     def __post_init__(self) -> None:
+        self.senders = Senders(self.settings, self.egress)
         self.use(self.storage)
         self.vault = Vault.of(self.settings)
 
@@ -111,14 +114,15 @@ def bearer(request: Request) -> str | None:
     return token.strip() if scheme.lower() == "bearer" else None
 
 
-async def caller(request: Request, scope: str) -> Caller:
-    """Who sends this, if the key may do `scope`. Raises Refused before any of the body is read."""
+async def caller(request: Request, scope: str | None) -> Caller:
+    """Who sends this, if the key may do `scope`; None asks for a good key and no more. Raises
+    Refused before any of the body is read."""
     token, known = bearer(request), None
     if token is not None:
         known = await services(request).keychain.identify(token)
     if known is None:
         raise Refused(Code.UNAUTHENTICATED)
-    if not known.may(scope):
+    if scope is not None and not known.may(scope):
         raise Refused(Code.MISSING_SCOPE, f"The key needs the scope {scope}.")
     return known
 
@@ -344,6 +348,14 @@ def chosen(request: Request, name: str, known: type[StrEnum]) -> list[str] | Non
     return values
 
 
+def whole_number(request: Request, name: str, *, default: int, most: int) -> int:
+    """A parameter that takes a number from 1, lowered to `most`. Raises Refused."""
+    text = request.query_params.get(name, str(default))
+    if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) < 1:
+        raise _bad_parameter(name, "must be a number from 1")
+    return min(int(text), most)
+
+
 def worded(request: Request, name: str) -> str | None:
     """A filter that takes one word. Raises Refused for what no row could hold."""
     text = request.query_params.get(name)
@@ -381,9 +393,7 @@ class Page:
     @classmethod
     def of(cls, request: Request, tenant_id: str) -> Page:
         """From `limit` (default 50, at most 200) and `cursor`. Raises Refused."""
-        limit = request.query_params.get("limit", "50")
-        if not limit.isascii() or not limit.isdigit() or len(limit) > 9 or int(limit) < 1:
-            raise _bad_parameter("limit", "must be a number from 1")
+        limit = whole_number(request, "limit", default=50, most=200)
         filters = sorted(
             (k, v) for k, v in request.query_params.items() if k not in ("cursor", "limit")
         )
@@ -399,7 +409,7 @@ class Page:
                 raise _bad_parameter(
                     "cursor", "is not one that this list gave out with these filters"
                 ) from None
-        return cls(min(int(limit), 200), before, seal, about)
+        return cls(limit, before, seal, about)
 
     def response(
         self, request: Request, rows: Sequence[Any], shown: Sequence[dict[str, Any]]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hmac
-import re
 from collections import Counter
-from http import HTTPStatus
 from typing import Final
 
 import structlog
@@ -13,53 +11,42 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mediamill import storage_events
-from mediamill.api.services import json_response, services
-from mediamill.egress import Egress
-from mediamill.failures import Code, Failure, Refused
+from mediamill.api.services import bearer, json_response, services
+from mediamill.failures import Code, Refused
 from mediamill.observability import Metrics
 from mediamill.storage_events import Handshake, Unreadable
 
 log = structlog.get_logger()
 
 _MOST_BYTES: Final = 256 << 10
-_SNS_ADDRESS: Final = re.compile(r"https://sns\.[a-z0-9-]{1,40}\.amazonaws\.com(\.cn)?/\?")
 
 
 async def receive(request: Request) -> Response:
     """Take hints in. What they name is looked at; what is not ours is counted and forgotten, since
     a refusal would only make the sender repeat it."""
     _check_secret(request)
-    body = await _body(request)
     here = services(request)
+    source = request.path_params["source"]
+    await here.senders.check_token(source, bearer(request))
+    body = await _body(request)
+    await here.senders.check_message(source, body)
     metrics: Metrics = request.app.state.metrics
     try:
         found = storage_events.read(body)
     except Unreadable as error:
-        log.warning(
-            "storage_event_unreadable", source=request.path_params["source"], why=str(error)
-        )
+        log.warning("storage_event_unreadable", source=source, why=str(error))
         raise Refused(Code.INVALID_REQUEST, f"No known form of event: {error}.") from None
     outcomes: Counter[str] = Counter()
     for hint in found:
         if isinstance(hint, Handshake):
             if hint.confirm_url is not None:
-                await _confirm(here.egress, hint.confirm_url)
+                await here.senders.confirm(hint.confirm_url)
             log.info("storage_events_confirmed", provider=hint.provider)
             return json_response(dict(hint.answer), 200)
         outcome = await storage_events.follow(here.pool, here.storage, here.settings, hint)
         metrics.storage_events.labels(hint.provider, outcome).inc()
         outcomes[outcome] += 1
     return json_response({"schema_version": 1, **outcomes}, 200)
-
-
-async def _confirm(egress: Egress, url: str) -> None:
-    """Call the address that confirms a subscription, if it is one of the sender's own. Raises
-    Refused, Failure."""
-    if not _SNS_ADDRESS.match(url):
-        raise Refused(Code.SOURCE_NOT_ALLOWED, "SubscribeURL is not an address of SNS.")
-    async with egress.call("GET", url) as reply:
-        if reply.status != HTTPStatus.OK:
-            raise Failure(Code.TARGET_UNREACHABLE, f"SNS answered {reply.status}.")
 
 
 async def may_send(request: Request) -> Response:
@@ -74,10 +61,10 @@ async def may_send(request: Request) -> Response:
 
 def _check_secret(request: Request) -> None:
     """Raise Refused unless the sender shows its secret; an unknown source costs the same work."""
-    secrets = services(request).settings.storage_event_secrets or {}
-    secret = secrets.get(request.path_params["source"])
-    scheme, _, shown = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer":
+    here, source = services(request), request.path_params["source"]
+    secret = (here.settings.storage_event_secrets or {}).get(source)
+    shown = None if here.senders.wants_token(source) else bearer(request)
+    if shown is None:
         shown = request.query_params.get("token", "")
     good = hmac.compare_digest((secret or "unknown").encode(), shown.encode("utf-8", "replace"))
     if secret is None or not good:

@@ -8,18 +8,20 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from email.utils import format_datetime
+from functools import partial
 from typing import Any, Final
 from uuid import UUID
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from mediamill import db, ids, tus
+from mediamill import db, idempotency, ids, tus
 from mediamill.api.problems import problem_response
-from mediamill.api.services import caller, services
+from mediamill.api.services import caller, idempotency_key, services
 from mediamill.failures import Code, Failure, Problem, Refused
+from mediamill.idempotency import Answer
 from mediamill.keys import Caller
 from mediamill.tus import Checksum, Cut, Transfer
 from mediamill.uploads import Wanted
@@ -52,7 +54,8 @@ _COMMON: Final = {
     "Access-Control-Expose-Headers": (
         "Location, Tus-Resumable, Tus-Version, Tus-Extension, Tus-Max-Size, "
         "Tus-Checksum-Algorithm, Upload-Offset, Upload-Length, Upload-Defer-Length, "
-        "Upload-Expires, Upload-Metadata, Upload-Concat, Mediamill-Media, X-Request-Id, Retry-After"
+        "Upload-Expires, Upload-Metadata, Upload-Concat, Mediamill-Media, Idempotent-Replayed, "
+        "X-Request-Id, Retry-After"
     ),
 }
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -113,7 +116,8 @@ async def _options(request: Request) -> Response:
             "Access-Control-Allow-Headers": (
                 "Authorization, Content-Type, Tus-Resumable, Upload-Length, Upload-Offset, "
                 "Upload-Metadata, Upload-Defer-Length, Upload-Concat, Upload-Checksum, "
-                "X-HTTP-Method-Override, X-Requested-With, X-Request-ID, traceparent"
+                "Idempotency-Key, X-HTTP-Method-Override, X-Requested-With, X-Request-ID, "
+                "traceparent"
             ),
             "Access-Control-Max-Age": "7200",
         },
@@ -134,20 +138,68 @@ async def _create(request: Request) -> Response:
         raise Refused(
             Code.MALFORMED_REQUEST, "Send either Upload-Length or Upload-Defer-Length: 1."
         )
-    role = "partial" if concat else "whole"
-    if not _brings_bytes(request):
-        made = await transfers.open(sender.tenant_id, wanted, size=size, metadata=text, role=role)
-        return Response(status_code=201, headers=_created(made))
-    _check_type(request)
-    checksum = _checksum(request)
-    made = await transfers.open(sender.tenant_id, wanted, size=size, metadata=text, role=role)
-    try:
-        made = await _append(request, made, 0, checksum)
-    except Cut:
-        raise ClientDisconnect from None
-    return Response(
-        status_code=201, headers={**_created(made), "Upload-Offset": str(made.received)}
+    with_bytes = _brings_bytes(request)
+    if with_bytes:
+        _check_type(request)
+    checksum = _checksum(request) if with_bytes else None
+    made, replayed = await opened(
+        request,
+        sender,
+        wanted,
+        size=size,
+        metadata=text,
+        role="partial" if concat else "whole",
+        about=(text or "", str(size), concat or ""),
     )
+    headers = {"Idempotent-Replayed": "true"} if replayed else {}
+    if with_bytes and made.received == 0:
+        try:
+            made = await _append(request, made, 0, checksum)
+        except Cut:
+            raise ClientDisconnect from None
+    if with_bytes or replayed:  # of a repeat whose bytes came before, nothing is taken
+        headers["Upload-Offset"] = str(made.received)
+    return Response(status_code=201, headers={**_created(made), **headers})
+
+
+async def opened(
+    request: Request,
+    sender: Caller,
+    wanted: Wanted,
+    *,
+    size: int | None,
+    about: Sequence[str],
+    metadata: str | None = None,
+    role: str = "whole",
+) -> tuple[Transfer, bool]:
+    """A new upload, or the one that this Idempotency-Key made before, and whether it is that.
+
+    `about` is what makes two requests the same. Of one that was made before, the writer at work is
+    stopped: whoever repeats a request has given it up. Raises Refused.
+    """
+    here = services(request)
+    key = idempotency_key(
+        request, sender, idempotency.fingerprint("upload", role, *about), route=_PATH
+    )
+    open_ = partial(
+        here.transfers.open, sender.tenant_id, wanted, size=size, metadata=metadata, role=role
+    )
+    if key is None:
+        return await open_(), False
+    made: Transfer | None = None
+    async with db.transaction(here.pool) as connection:
+
+        async def work() -> Answer:
+            nonlocal made
+            made = await open_(connection=connection)
+            return Answer(201, "{}", f"{_PATH}/{ids.encode(ids.UPLOAD, made.id)}", made.id)
+
+        answer = await idempotency.once(
+            connection, key, keep_seconds=here.settings.idempotency_seconds, work=work
+        )
+    if made is not None:
+        return made, False
+    return await here.transfers.settled(sender.tenant_id, answer.about), True
 
 
 async def _head(request: Request) -> Response:

@@ -489,7 +489,7 @@ def _attempt(row: db.Row) -> dict[str, Any]:
         "duration_ms": row["duration_ms"],
         "timings": timings,
         "status": row["status"],
-        "response": response and response.decode("utf-8", "replace"),
+        "response": None if response is None else response.decode("utf-8", "replace"),
         "failure": row["failure"],
     }
 

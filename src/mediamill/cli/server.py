@@ -36,13 +36,14 @@ if TYPE_CHECKING:
 
 def _serve(service: str, settings: Settings, run: Callable[[], Coroutine[Any, Any, Any]]) -> None:
     """Run one process of the platform; a start that cannot work ends with a sentence."""
-    from mediamill import db, failpoints, observability, storage
+    from mediamill import config, db, failpoints, observability, storage
     from mediamill.failures import Failure
     from mediamill.processes import NoApplication, SandboxTooWeak
 
     observability.configure_logs(service, level=settings.log_level)
     failpoints.arm(os.environ.get("MEDIAMILL_FAILPOINT"))
     known = (
+        config.ConfigError,
         db.MigrationError,
         db.Unavailable,
         storage.StorageRefused,

@@ -18,6 +18,7 @@ from mediamill.client.errors import (
     ConnectionFailed,
     DownloadDamaged,
     Error,
+    Forbidden,
     Gone,
     NotFound,
     Problem,
@@ -148,9 +149,17 @@ class Calls:
         answer = yield from self.ask("POST", "/v1/media", json=wanted)
         slot = answer.json()
         body = Slice(source, 0, source.size, sent)
-        with suppress(_AlreadyWritten):
+        refusal = None
+        try:
             yield from self._put(slot["upload"], body)
-        return (yield from self.one(Media, "POST", f"{slot['links']['self']}/complete"))
+        except _AlreadyWritten:
+            pass
+        except Forbidden as error:  # so say storages whose signature grants one creation
+            refusal = error
+        try:
+            return (yield from self.one(Media, "POST", f"{slot['links']['self']}/complete"))
+        except Conflict as error:
+            raise refusal or error from None
 
     def _put(self, signed: Body, body: Slice) -> Flow[Answer]:
         headers = {k: v for k, v in signed["headers"].items() if k.lower() != "content-length"}

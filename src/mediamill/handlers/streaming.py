@@ -20,7 +20,7 @@ from mediamill.handlers import Output, Work, checks, picture, running, subtitles
 from mediamill.handlers.picture import Coding
 from mediamill.handlers.tracks import Grid, Track
 from mediamill.probe import AudioStream, MediaInfo
-from mediamill.recipes.video import HlsOutput
+from mediamill.recipes.video import HlsOutput, Rung
 from mediamill.tools import Command
 
 MASTER: Final = "master.m3u8"
@@ -59,18 +59,22 @@ def ladder(wanted: HlsOutput, info: MediaInfo) -> list[Track]:
     video = info.video
     assert video is not None
     kept = video.hdr if wanted.hdr == "keep" else None
-    rungs = sorted(wanted.ladder, key=lambda rung: rung.short_side)
-    side = min(video.width, video.height)
-    fitting = [rung for rung in rungs if rung.short_side <= side] or rungs[:1]
     found = []
-    for rung in fitting:
+    for name, rung in rungs(wanted, video.width, video.height):
         width, height = picture.fitted(video.width, video.height, rung.short_side)
         coding = Coding(
             width, height, wanted.codec, wanted.preset, wanted.crf, rung.max_video_kbps, kept
         )
-        name = f"{min(rung.short_side, side)}p"
         found.append(Track(name, coding, f"{wanted.name}-{name}"))
     return found
+
+
+def rungs(wanted: HlsOutput, width: int, height: int) -> list[tuple[str, Rung]]:
+    """The sizes that a picture of this size gets, and what they are called."""
+    by_size = sorted(wanted.ladder, key=lambda rung: rung.short_side)
+    side = min(width, height)
+    fitting = [rung for rung in by_size if rung.short_side <= side] or by_size[:1]
+    return [(f"{min(rung.short_side, side)}p", rung) for rung in fitting]
 
 
 def segment_frames(wanted: HlsOutput, on: Grid) -> int:

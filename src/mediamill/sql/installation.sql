@@ -60,6 +60,10 @@ VALUES ($1, $2, $3, $4, $5, $6, now() + $7::interval)
 SELECT tenant_id, digest, scopes FROM api_keys
 WHERE id = $1 AND revoked_at IS NULL AND (expires_at IS NULL OR expires_at > now())
 
+-- name: get_key
+SELECT id, name, last4, scopes, created_at, expires_at, revoked_at, last_used_at
+FROM api_keys WHERE tenant_id = $1 AND id = $2
+
 -- name: list_keys
 SELECT id, name, last4, scopes, created_at, expires_at, revoked_at, last_used_at
 FROM api_keys WHERE tenant_id = $1 ORDER BY created_at, id

@@ -653,6 +653,65 @@ WHERE j.tenant_id = $1 AND j.state = 'failed' AND j.dead_letter
 ORDER BY j.id DESC
 LIMIT $8
 
+-- name: dead_groups
+-- Dead letters by code: how many, since when, and the newest of them.
+SELECT error ->> 'code' AS code, count(*) AS jobs, min(finished_at) AS first_at,
+       max(finished_at) AS last_at, (array_agg(id ORDER BY finished_at DESC))[1] AS newest
+FROM jobs
+WHERE tenant_id = $1 AND state = 'failed' AND dead_letter
+GROUP BY code
+ORDER BY jobs DESC, code
+LIMIT 100
+
+-- name: figures
+-- What ended in the last $2, in $5 equal steps. At most $4 rows of each queue ($3), and as many failed
+-- ones, are looked at; where there are more, the steps begin with the oldest that was seen of those.
+WITH asked AS (
+    SELECT now() AS until, now() - $2::interval AS since
+), done AS (
+    SELECT q.queue, d.*
+    FROM unnest($3::text[]) AS q (queue) CROSS JOIN asked CROSS JOIN LATERAL (
+        SELECT j.tenant_id, j.finished_at, j.created_at FROM jobs AS j
+        WHERE j.queue = q.queue AND j.state = 'completed' AND j.finished_at >= asked.since
+        ORDER BY j.finished_at DESC
+        LIMIT $4
+    ) AS d
+), failed AS (
+    SELECT j.finished_at FROM asked CROSS JOIN LATERAL (
+        SELECT finished_at FROM jobs
+        WHERE tenant_id = $1 AND state = 'failed' AND finished_at >= asked.since
+        ORDER BY finished_at DESC
+        LIMIT $4
+    ) AS j
+), seen AS (
+    SELECT min(finished_at) AS oldest FROM done GROUP BY queue HAVING count(*) >= $4
+    UNION ALL
+    SELECT min(finished_at) FROM failed HAVING count(*) >= $4
+), span AS (
+    SELECT greatest(since, (SELECT max(oldest) FROM seen)) AS since, until FROM asked
+), ended AS (
+    SELECT finished_at, extract(epoch FROM finished_at - created_at)::float8 AS seconds
+    FROM done WHERE tenant_id = $1
+    UNION ALL
+    SELECT finished_at, NULL FROM failed
+), stepped AS (
+    SELECT e.seconds,
+           least(floor(extract(epoch FROM e.finished_at - s.since) * $5::int
+                       / extract(epoch FROM s.until - s.since)), $5 - 1)::int AS step
+    FROM ended AS e CROSS JOIN span AS s
+    WHERE e.finished_at >= s.since AND s.until > s.since
+)
+SELECT s.since + (s.until - s.since) * g.step / $5 AS at, s.since, s.until,
+       count(p.seconds) AS completed,
+       count(p.step) - count(p.seconds) AS failed,
+       percentile_cont(0.5) WITHIN GROUP (ORDER BY p.seconds) AS p50_seconds,
+       percentile_cont(0.95) WITHIN GROUP (ORDER BY p.seconds) AS p95_seconds
+FROM span AS s
+CROSS JOIN generate_series(0, $5 - 1) AS g (step)
+LEFT JOIN stepped AS p ON p.step = g.step
+GROUP BY g.step, s.since, s.until
+ORDER BY g.step
+
 -- name: discard
 -- A dead letter that nobody will replay: it stays failed and leaves the list.
 WITH gone AS (

@@ -48,7 +48,7 @@ WHERE NOT EXISTS (
 
 -- name: closed_slots
 -- Slots past their time. Each is looked up in storage before it is given up.
-SELECT tenant_id, id, kind, upload_key, size, content_type
+SELECT tenant_id, id, kind, upload_key, size, max_size, content_type
 FROM media
 WHERE state = 'awaiting_upload' AND deleted_at IS NULL AND upload_expires_at < now() - $1::interval
 ORDER BY upload_expires_at
@@ -135,13 +135,18 @@ WHERE (tenant_id, id) IN (
 
 -- name: forget_endpoints
 -- Endpoints that were deleted and whose deliveries are forgotten.
-DELETE FROM endpoints AS e
-WHERE e.state = 'deleted' AND e.changed_at < now() - $1::interval
-  AND NOT EXISTS (SELECT 1 FROM deliveries AS d
-                  WHERE d.tenant_id = e.tenant_id AND d.endpoint_id = e.id)
+DELETE FROM endpoints
+WHERE (tenant_id, id) IN (
+    SELECT tenant_id, id FROM endpoints AS e
+    WHERE e.state = 'deleted' AND e.changed_at < now() - $1::interval
+      AND NOT EXISTS (SELECT 1 FROM deliveries AS d
+                      WHERE d.tenant_id = e.tenant_id AND d.endpoint_id = e.id)
+    LIMIT $2)
 
 -- name: forget_keys
-DELETE FROM idempotency WHERE expires_at < now()
+DELETE FROM idempotency
+WHERE (tenant_id, method, route, key) IN (
+    SELECT tenant_id, method, route, key FROM idempotency WHERE expires_at < now() LIMIT $1)
 
 -- name: queue_figures
 -- Depth, age of the oldest due job, and running jobs, by queue.

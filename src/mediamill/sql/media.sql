@@ -4,9 +4,9 @@
 -- moves: media -> awaiting_upload
 WITH opened AS (
     INSERT INTO media (tenant_id, id, state, kind, filename, content_type, size, sha256, upload_key,
-                       upload_expires_at, recipe, recipe_version, metadata, expires_at)
+                       upload_expires_at, recipe, recipe_version, metadata, expires_at, max_size)
     VALUES ($1, $2, 'awaiting_upload', $3, $4, $5, $6, $7, $8, now() + $9::interval, $10, $11, $12,
-            now() + $13::interval)
+            now() + $13::interval, $14)
     RETURNING tenant_id, id
 ), logged AS (
     INSERT INTO transitions (tenant_id, subject, media_id, to_state)
@@ -18,11 +18,11 @@ SELECT 1 FROM opened
 -- moves: media awaiting_upload -> uploaded, media uploaded -> queued, job -> queued
 -- The original is pinned and its jobs are born, in one statement; no row when another call was first.
 -- $5.. are parallel arrays of the jobs: ids, kinds, queues, roles, priorities. $11 is when the object
--- was stored, or NULL.
+-- was stored, or NULL; $12 its size, or NULL where the row has it.
 WITH accepted AS (
     UPDATE media
     SET state = 'queued', object_version = $3, uploaded_at = now(), generation = 1, kind = $4,
-        state_at = now(), version = version + 1
+        size = coalesce($12, size), state_at = now(), version = version + 1
     WHERE tenant_id = $1 AND id = $2 AND state = 'awaiting_upload' AND deleted_at IS NULL
     RETURNING *
 ), born AS (
@@ -264,7 +264,7 @@ WHERE tenant_id = $1 AND id = $2
 -- name: for_work
 -- What an attempt needs to know of its media.
 SELECT id, kind, filename, content_type, size, sha256, upload_key, object_version, detected_type,
-       recipe, recipe_version, generation, preview, deleted_at, state, metadata, set_id
+       recipe, recipe_version, generation, preview, deleted_at, state, metadata, set_id, max_size
 FROM media WHERE tenant_id = $1 AND id = $2
 
 -- name: list

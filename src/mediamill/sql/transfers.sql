@@ -77,7 +77,7 @@ LIMIT $1
 
 -- name: expired
 -- Past their time with bytes that nobody wants: unfinished ones, and pieces that were to be joined.
-SELECT tenant_id, id, key, parts, completed_at IS NULL OR role = 'partial' AS unwanted
+SELECT tenant_id, id, protocol, key, parts, completed_at IS NULL OR role = 'partial' AS unwanted
 FROM transfers
 WHERE swept_at IS NULL AND expires_at < now() - $1::interval
 ORDER BY expires_at

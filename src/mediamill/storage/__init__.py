@@ -50,12 +50,33 @@ class SignedRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class SignedForm:
+    """A form whose holder may store one object with it, until it expires. It is sent by POST as
+    multipart/form-data: the fields as they stand, then the file under the name `file`."""
+
+    url: str
+    fields: Mapping[str, str]
+    expires_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
     """A stored piece of an object that is not complete yet. Numbers begin at 1."""
 
     number: int
     size: int
     etag: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One property of a storage. `ok` None: good to have, or not to be told. `remedy` is for the
+    operator."""
+
+    name: str
+    ok: bool | None
+    detail: str
+    remedy: str = ""
 
 
 class Receiver(Protocol):
@@ -180,6 +201,12 @@ class Storage(Protocol):
     ) -> SignedRequest:
         """A write-once request for exactly this key, type and length. A storage that can compare
         it holds the bytes against `sha256` (hex)."""
+
+    async def sign_form(
+        self, key: str, *, content_type: str, most: int, expires_at: datetime
+    ) -> SignedForm | None:
+        """A form for exactly this key and type, and for 1 to `most` bytes; None where a storage
+        takes none, or was found not to look at the length."""
 
     def sign_get(
         self,

@@ -1,80 +1,75 @@
 """What a bucket really enforces: found by trying, with objects that are removed again.
 
-Nothing here is a table of vendors: each probe sends what a careless or hostile client would, and
-looks at the answer.
+Nothing here is a table of vendors: each probe sends what a careless or hostile client would, with
+the requests that clients are given, and looks at the answer. What cannot be tried (how long deleted
+bytes stay, what the bucket tidies up by itself) the vendor's module asks for.
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import json
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
 import httpx2 as httpx
-from botocore.auth import S3SigV4PostAuth
-from botocore.awsrequest import AWSRequest
 
 from mediamill.failures import Failure
-from mediamill.storage.s3 import Refusal, Wire, is_versioned, keeps_objects
+from mediamill.storage import Finding, SignedRequest
+from mediamill.storage.bucket import Bucket, Refusal
 
 _AREA: Final = "uploads/mediamill-doctor"
 _BODY: Final = b"mediamill storage doctor\n"
 _TYPE: Final = "image/png"
 _SECONDS: Final = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One property. `ok` None: good to have, or not to be told. `remedy` is for the operator."""
-
-    name: str
-    ok: bool | None
-    detail: str
-    remedy: str = ""
+_UNCHECKED: Final = (
+    "This store does not check it. Originals are checked again when they are accepted, but a "
+    "client can store what it likes; take another store for untrusted clients."
+)
 
 
 class Inspection:
-    """Probes of one bucket."""
+    """Probes of one bucket, for browsers that come from `origin`."""
 
-    def __init__(self, wire: Wire, origin: str) -> None:
-        self._wire = wire
+    def __init__(self, bucket: Bucket, origin: str) -> None:
+        self._bucket = bucket
         self._origin = origin
         self._prefix = f"{_AREA}/{secrets.token_hex(8)}"
         self._client = httpx.AsyncClient(timeout=_SECONDS, trust_env=False)
 
     async def run(self) -> AsyncIterator[Finding]:
         """Every finding; the objects of the probes are gone afterwards."""
-        probes: tuple[Callable[[], Awaitable[Finding]], ...] = (
-            self._reachable,
-            self._private,
-            self._bound("exact length", "Content-Length", _BODY + b"x"),
-            self._bound("exact type", "Content-Type", _BODY),
-            self._write_once,
-            self._checksum,
-            self._post_policy,
-            self._ranges,
-            self._cors,
-            self._versions,
-            self._lifecycle,
+        probes: tuple[tuple[str, Callable[[], Awaitable[Finding]]], ...] = (
+            ("reachable", self._reachable),
+            ("private by default", self._private),
+            ("exact length", self._exact_length),
+            ("exact type", self._exact_type),
+            ("write once", self._write_once),
+            ("checksum", self._checksum),
+            ("POST policy", self._post_policy),
+            ("ranges", self._ranges),
+            ("CORS", self._cors),
+            ("versions", self._versions),
+            ("lifecycle", self._lifecycle),
         )
         try:
-            for probe in probes:
-                finding = await self._outcome(probe)
+            for name, probe in probes:
+                finding = await self._outcome(name, probe)
                 yield finding
-                if probe == self._reachable and finding.ok is False:
+                if name == "reachable" and not finding.ok:
                     return
         finally:
             await self._clean_up()
             await self._client.aclose()
 
-    async def _outcome(self, probe: Callable[[], Awaitable[Finding]]) -> Finding:
-        name = probe.__name__.strip("_").replace("_", " ")
+    async def _clean_up(self) -> None:
+        for name in ("a", "length", "type", "once", "checksum"):
+            with suppress(Failure, Refusal):
+                await self._bucket.take_back(f"{self._prefix}/{name}")
+
+    async def _outcome(self, name: str, probe: Callable[[], Awaitable[Finding]]) -> Finding:
         try:
             return await probe()
         except Refusal as refusal:
@@ -85,19 +80,24 @@ class Inspection:
             )
 
     async def _reachable(self) -> Finding:
-        remedy = "Check MEDIAMILL_S3_ENDPOINT, the bucket's name, the keys and the clock."
+        remedy = "Check the endpoint, the bucket's name, the keys and the clock."
+        wire = self._bucket.wire
         try:
-            await self._wire.send("GET", "", query={"list-type": "2", "max-keys": "1"})
-            await self._wire.send("PUT", f"{self._prefix}/a", content=_BODY)
-            read = await self._wire.send("GET", f"{self._prefix}/a")
+            await wire.send("GET", "", query=wire.list_query)
+            await wire.send("PUT", f"{self._prefix}/a", headers=wire.object_headers, content=_BODY)
+            read = await wire.send("GET", f"{self._prefix}/a")
         except Refusal as refusal:
             return Finding("reachable", False, str(refusal), remedy)
-        return Finding("reachable", read.content == _BODY, "written and read back", remedy)
+        except Failure as failure:
+            return Finding("reachable", False, failure.problem.code.title, remedy)
+        return Finding("reachable", read.content == _BODY, "written, read back and listed", remedy)
 
     async def _private(self) -> Finding:
         seen = []
         for key, what in ((f"{self._prefix}/a", "an object"), ("", "the list of objects")):
-            answer = await self._client.get(self._wire.address(key, public=True))
+            wire = self._bucket.wire
+            asked = {} if key else dict(wire.list_query)
+            answer = await self._client.get(wire.address(key, public=True), params=asked)
             if answer.status_code < 300:
                 seen.append(what)
         return Finding(
@@ -109,47 +109,45 @@ class Inspection:
             "Remove public access from the bucket: raw uploads must not be readable.",
         )
 
-    def _bound(self, name: str, header: str, body: bytes) -> Callable[[], Awaitable[Finding]]:
-        """Whether another value of a signed header is refused."""
+    async def _exact_length(self) -> Finding:
+        answer = await self._put(self._slot("length"), _BODY + b"x")
+        return Finding(
+            "exact length",
+            answer.status_code >= 400 or self._judged("exact length"),
+            f"another one is answered {answer.status_code}",
+            _UNCHECKED,
+        )
 
-        async def probe() -> Finding:
-            key = f"{self._prefix}/{header.lower()}"
-            given = {"Content-Type": _TYPE, "Content-Length": str(len(_BODY))}
-            wrong = (
-                {"Content-Type": "text/html"}
-                if header == "Content-Type"
-                else {"Content-Length": str(len(body))}
-            )
-            answer = await self._put(key, given, {**given, **wrong}, body)
-            return Finding(
-                name,
-                answer.status_code >= 400,
-                f"another one is answered {answer.status_code}",
-                "This store does not check what was signed. Originals are checked again when they "
-                "are accepted, but a client can store what it likes; take another store for "
-                "untrusted clients.",
-            )
+    async def _exact_type(self) -> Finding:
+        answer = await self._put(self._slot("type"), _BODY, **{"Content-Type": "text/html"})
+        return Finding(
+            "exact type",
+            answer.status_code >= 400 or self._judged("exact type"),
+            f"another one is answered {answer.status_code}",
+            _UNCHECKED,
+        )
 
-        return probe
+    def _judged(self, name: str) -> bool | None:
+        """What it means that a probe was let through: False, where the signature claims to bind
+        it; None, where none of this vendor's can."""
+        return None if name in self._bucket.wire.unbound else False
 
     async def _write_once(self) -> Finding:
-        held = await keeps_objects(self._wire, f"{self._prefix}/a", _BODY)
+        slot = self._slot("once")
+        first = await self._put(slot, _BODY)
+        again = await self._put(slot, _BODY)
+        held = first.is_success and again.status_code >= 400
         return Finding(
             "write once",
             held or None,
-            "If-None-Match is honored" if held else "If-None-Match is ignored",
+            "an address takes one file" if held else "an address takes a second file",
             "A signed address can be used twice until it expires. What was accepted is pinned, so "
             "the worker refuses what came later.",
         )
 
     async def _checksum(self) -> Finding:
-        wrong = base64.b64encode(hashlib.sha256(b"other").digest()).decode()
-        given = {
-            "Content-Type": _TYPE,
-            "Content-Length": str(len(_BODY)),
-            "x-amz-checksum-sha256": wrong,
-        }
-        answer = await self._put(f"{self._prefix}/checksum", given, given, _BODY)
+        wrong = hashlib.sha256(b"other").hexdigest()
+        answer = await self._put(self._slot("checksum", sha256=wrong), _BODY)
         held = answer.status_code >= 400
         return Finding(
             "checksum",
@@ -159,42 +157,21 @@ class Inspection:
         )
 
     async def _post_policy(self) -> Finding:
-        large = await self._post(_BODY * 100)
-        right = await self._post(_BODY)
-        held = large >= 400 and right < 300
+        tried = await self._bucket.try_form()
+        detail = f"right answered {tried.right}, too long {tried.longer}"
+        if tried.held:
+            detail = "a form with a length range is enforced"
+        elif not tried.right:
+            detail = "there are no forms here"
         return Finding(
             "POST policy",
-            held or None,
-            "a form with a length range is enforced"
-            if held
-            else f"right answered {right}, too long {large}",
-            "Not needed: slots are signed PUTs of an exact length.",
+            tried.held or None,
+            detail,
+            "Slots are signed PUTs of an exact length; those that ask for `max_size` are refused.",
         )
-
-    async def _post(self, body: bytes) -> int:
-        key = f"{self._prefix}/post-{len(body)}"
-        place = self._wire.place
-        expires = (datetime.now(UTC) + timedelta(minutes=5)).strftime("%Y-%m-%dT%H:%M:%SZ")
-        request = AWSRequest(method="POST", url=self._wire.address("", public=True))
-        request.context["s3-presign-post-fields"] = {}
-        request.context["s3-presign-post-policy"] = {
-            "expiration": expires,
-            "conditions": [
-                {"bucket": place.bucket},
-                {"key": key},
-                ["content-length-range", 1, len(_BODY)],
-            ],
-        }
-        frozen = self._wire.credentials.get_frozen_credentials()
-        S3SigV4PostAuth(frozen, "s3", place.region).add_auth(request)
-        fields = {"key": key, **request.context["s3-presign-post-fields"]}
-        answer = await self._client.post(
-            request.url, data=fields, files={"file": ("a.png", body, _TYPE)}
-        )
-        return answer.status_code
 
     async def _ranges(self) -> Finding:
-        signed = self._wire.sign("GET", f"{self._prefix}/a", expires_at=_soon())
+        signed = self._bucket.sign_get(f"{self._prefix}/a", expires_at=_soon())
         answer = await self._client.get(signed.url, headers={"Range": "bytes=2-4"})
         good = (answer.status_code, answer.content) == (206, _BODY[2:5])
         return Finding(
@@ -205,66 +182,54 @@ class Inspection:
         )
 
     async def _cors(self) -> Finding:
-        address = self._wire.address(f"{self._prefix}/a", public=True)
+        slot = self._slot("cors")
+        sent = sorted({name.lower() for name in slot.headers} - {"content-length"})
         asked = {
             "Origin": self._origin,
             "Access-Control-Request-Method": "PUT",
-            "Access-Control-Request-Headers": "content-type,if-none-match",
+            "Access-Control-Request-Headers": ",".join(sent),
         }
-        answer = await self._client.request("OPTIONS", address, headers=asked)
+        answer = await self._client.request("OPTIONS", slot.url, headers=asked)
         allowed = answer.headers.get("access-control-allow-origin") in ("*", self._origin)
-        signed = self._wire.sign("GET", f"{self._prefix}/a", expires_at=_soon())
+        signed = self._bucket.sign_get(f"{self._prefix}/a", expires_at=_soon())
         read = await self._client.get(signed.url, headers={"Origin": self._origin})
         exposed = "etag" in read.headers.get("access-control-expose-headers", "").lower()
-        rule = {
-            "AllowedOrigins": [self._origin],
-            "AllowedMethods": ["GET", "HEAD", "PUT", "POST"],
-            "AllowedHeaders": ["content-type", "if-none-match", "x-amz-*"],
-            "ExposeHeaders": ["ETag"],
-            "MaxAgeSeconds": 7200,
-        }
         return Finding(
             "CORS",
             (allowed and exposed) or None,
             f"PUT from {self._origin} is {'' if allowed else 'not '}allowed, "
             f"ETag is {'' if exposed else 'not '}exposed",
             "Only needed for uploads from browsers: put this rule on the bucket, with the origins "
-            f"of your pages: {json.dumps({'CORSRules': [rule]})}",
+            f"of your pages: {self._bucket.cors_rule(self._origin, sent)}",
         )
 
     async def _versions(self) -> Finding:
-        kept = await is_versioned(self._wire)
-        return Finding(
-            "versions",
-            None if kept else True,
-            "old versions are kept; deletions remove them too" if kept else "none are kept",
-        )
+        kept = await self._bucket.kept_after_deletion()
+        return Finding("versions", *kept)
 
     async def _lifecycle(self) -> Finding:
-        rules = ""
-        with suppress(Refusal):
-            rules = (await self._wire.send("GET", "", query={"lifecycle": ""})).text
+        tidied = await self._bucket.tidies_up()
         return Finding(
             "lifecycle",
-            ("AbortIncompleteMultipartUpload" in rules) or None,
-            "unfinished parts expire"
-            if "AbortIncompleteMultipartUpload" in rules
-            else "no rule for unfinished parts",
+            tidied or None,
+            "unfinished parts expire" if tidied else "no rule for unfinished parts",
             "As a safety net, let the bucket abort incomplete multipart uploads after 8 days; the "
             "sweeps do it sooner.",
         )
 
-    async def _put(
-        self, key: str, signed: dict[str, str], sent: dict[str, str], body: bytes
-    ) -> httpx.Response:
-        request = self._wire.sign("PUT", key, expires_at=_soon(), headers=signed)
-        return await self._client.put(request.url, headers=sent, content=body)
+    def _slot(self, name: str, *, sha256: str | None = None) -> SignedRequest:
+        """What a client is given to store the body with."""
+        return self._bucket.sign_put(
+            f"{self._prefix}/{name}",
+            content_type=_TYPE,
+            size=len(_BODY),
+            expires_at=_soon(),
+            sha256=sha256,
+        )
 
-    async def _clean_up(self) -> None:
-        names = ("a", "content-length", "content-type", "checksum")
-        for name in (*names, f"post-{len(_BODY)}", f"post-{len(_BODY) * 100}"):
-            with suppress(Failure, Refusal):
-                await self._wire.send("DELETE", f"{self._prefix}/{name}")
+    async def _put(self, slot: SignedRequest, body: bytes, **changes: str) -> httpx.Response:
+        headers = {**slot.headers, **changes, "Content-Length": str(len(body))}
+        return await self._client.put(slot.url, headers=headers, content=body)
 
 
 def _soon() -> datetime:

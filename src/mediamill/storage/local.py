@@ -30,6 +30,7 @@ from mediamill.storage import (
     AlreadyStored,
     Part,
     PartReceiver,
+    SignedForm,
     SignedRequest,
     StorageRefused,
     Stored,
@@ -264,6 +265,11 @@ class LocalStorage:
         grant = signing.Grant("PUT", key, int(expires_at.timestamp()), content_type, size)
         headers = {"Content-Type": content_type, "Content-Length": str(size)}
         return SignedRequest("PUT", self._address(grant), headers, expires_at)
+
+    async def sign_form(
+        self, key: str, *, content_type: str, most: int, expires_at: datetime
+    ) -> SignedForm | None:
+        return None
 
     def sign_get(
         self,

@@ -1,0 +1,98 @@
+"""The same installation on the storages of Azure and Google, each by what plays it."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx2 as httpx
+import pytest
+from tests.storage.google import google
+from tests.stories.clips import Clips
+from tests.stories.conftest import Make
+from tests.stories.harness import Platform, until
+
+from mediamill.client import Client
+
+if TYPE_CHECKING:
+    from tests.storage.azurite import Azurite
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.mark.extra
+def test_a_container_of_azure(
+    make_platform: Make, azure_server: Azurite, clips: Clips, tmp_path: Path
+) -> None:
+    container = azure_server.new_container()
+    platform = make_platform(**azure_server.settings(container))
+    platform.start_api()
+    slot = platform.open_slot(len(clips.photo), "photo.jpg")
+    assert slot["upload"]["headers"]["x-ms-blob-type"] == "BlockBlob"
+    assert slot["upload"]["headers"]["If-None-Match"] == "*"
+    assert platform.put(slot, clips.photo).status_code == 201
+    assert platform.put(slot, clips.photo).status_code == 403
+    # The signature binds no length: that is looked at before anything is accepted.
+    wrong = platform.open_slot(len(clips.photo) - 1, "photo.jpg")
+    headers = {k: v for k, v in wrong["upload"]["headers"].items() if k != "Content-Length"}
+    assert httpx.put(wrong["upload"]["url"], headers=headers, content=clips.photo).is_success
+    assert platform.complete(wrong["id"]).json()["code"] == "size_mismatch"
+    assert platform.http.delete(f"/v1/media/{wrong['id']}").status_code == 202
+    root = f"{azure_server.endpoint}/{container}"
+    every_door(platform, slot, clips, tmp_path, azure_server, container, root)
+
+
+@pytest.mark.long
+def test_a_bucket_of_google(make_platform: Make, clips: Clips, tmp_path: Path) -> None:
+    with google(tmp_path) as played:
+        bucket = played.new_bucket()
+        platform = make_platform(**played.settings(bucket))
+        platform.start_api()
+        slot = platform.open_slot(len(clips.photo), "photo.jpg")
+        assert slot["upload"]["headers"]["x-goog-if-generation-match"] == "0"
+        headers = {k: v for k, v in slot["upload"]["headers"].items() if k != "Content-Length"}
+        longer = httpx.put(slot["upload"]["url"], headers=headers, content=clips.photo + b"x")
+        assert longer.status_code == 400
+        assert platform.put(slot, clips.photo).status_code == 200
+        assert platform.put(slot, clips.photo).status_code == 412
+        every_door(platform, slot, clips, tmp_path, played, bucket, f"{played.endpoint}/{bucket}")
+        platform.close()
+
+
+def every_door(
+    platform: Platform,
+    slot: dict[str, Any],
+    clips: Clips,
+    tmp_path: Path,
+    server: Any,
+    bucket: str,
+    root: str,
+) -> None:
+    """A slot that was filled, a form, and the client by each of its ways; all of it is served by
+    signed addresses only, and after the deletions no byte is left."""
+    platform.start_worker("image=1,maintenance=1")
+    large = tmp_path / "large.jpg"
+    large.write_bytes(clips.photo + bytes(11 << 20))  # three parts
+    assert platform.complete(slot["id"]).status_code == 202
+    found = [slot["id"], platform.post_form(clips.photo, "photo.jpg").json()["id"]]
+    with Client(platform.url, platform.key) as client:
+        for way in ("direct", "multipart", "tus"):
+            found.append(client.media.submit(large, way=way).id)
+    digests = [hashlib.sha256(file).hexdigest() for file in (clips.photo, large.read_bytes())]
+    for number, media_id in enumerate(found):
+        body = platform.wait_for_state(media_id, "ready")
+        assert body["sha256"] == digests[number > 1]
+        for variant in body["variants"]:
+            answer = httpx.get(variant["url"])
+            assert hashlib.sha256(answer.content).hexdigest() == variant["sha256"]
+            assert not httpx.get(variant["url"].partition("?")[0]).is_success
+    for address in (root, *(f"{root}/{key}" for key in server.everything(bucket))):
+        assert not httpx.get(address).is_success
+    for media_id in found:
+        assert platform.http.delete(f"/v1/media/{media_id}").status_code == 202
+    until(
+        lambda: server.everything(bucket) == ["mediamill-storage"],
+        seconds=30,
+        why="bytes are left",
+    )
