@@ -225,6 +225,28 @@ async def test_files_are_submitted_and_shown_in_every_form(
     await cli("submit", str(tmp_path / "none.jpg"), exit_code=Exit.USAGE)
 
 
+async def test_groups_dry_runs_and_originals(served: Served, cli: Run, tmp_path: Path) -> None:
+    dead = await dead_letter(served)
+    (group,) = json.loads((await cli("dlq", "groups", "-o", "json")).stdout)
+    assert (group["code"], group["count"], group["newest"]) == ("worker_crashed", 1, dead)
+    assert "worker_crashed" in (await cli("dlq", "groups")).stdout
+    ready = await served.api.ready({"w8.webp": b"0123456789"})
+    path = (await cli("media", "original", ready["id"], "--into", str(tmp_path))).stdout.strip()
+    assert Path(path).stat().st_size == ready["size"]
+    async with db.acquire(served.api.pool) as connection:
+        await connection.execute(
+            "UPDATE media SET kind = 'image', width = 1000, height = 500 WHERE id = $1",
+            ids.decode(ids.MEDIA, ready["id"]),
+        )
+    planned = await cli("recipes", "dry-run", ready["id"], "web", "-o", "ids")
+    assert {"w320.avif", "w640.jpg"} <= set(planned.stdout.split())
+    file = tmp_path / "mine.json"
+    file.write_text('{"name": "mine", "version": 1, "image": {"widths": [4], "formats": []}}')
+    await cli("recipes", "dry-run", ready["id"], str(file), exit_code=Exit.USAGE)
+    await cli("recipes", "dry-run", ready["id"], str(tmp_path / "none.json"), exit_code=Exit.USAGE)
+    await cli("recipes", "dry-run", "med_nothing", "web", exit_code=Exit.USAGE)
+
+
 async def test_subtitles_lie_beside_a_film(served: Served, cli: Run, tmp_path: Path) -> None:
     body = await served.api.queued()
     srt = tmp_path / "film.srt"

@@ -104,7 +104,7 @@ def test_both_clients_have_the_same_names_and_signatures() -> None:
     with Client("http://127.0.0.1:9", "mpk_x") as one:
         other = AsyncClient("http://127.0.0.1:9", "mpk_x")
         groups = [name for name, value in vars(one).items() if isinstance(value, blocking._Part)]
-        assert len(groups) == 7
+        assert len(groups) == 8
         for name in ["", *groups]:
             here, there = (getattr(c, name) if name else c for c in (one, other))
             methods = {m for m in dir(here) if not m.startswith("_")}
@@ -139,6 +139,9 @@ def test_every_route_of_the_api_can_be_reached() -> None:
         seen.add((request.method, request.url.path))
         if request.method == "GET" and "webhook-endpoints" in request.url.path:
             return httpx.Response(200, json={}, headers={"ETag": '"1"'})
+        if request.method == "GET" and request.url.path == "/v1/media/m":
+            stamps = {"created_at": "2026-01-01T00:00:00Z", "updated_at": "2026-01-01T00:00:00Z"}
+            return httpx.Response(200, json={"id": "m", "state": "ready"} | stamps)
         return httpx.Response(404, json={"code": "not_found"})
 
     now = datetime.now(UTC)
@@ -146,6 +149,18 @@ def test_every_route_of_the_api_can_be_reached() -> None:
         calls: list[Callable[[], Any]] = [
             lambda: list(client.events()),
             client.stream_url,
+            client.figures,
+            client.settings,
+            client.check_storage,
+            lambda: client.media.original("m", "x"),
+            client.jobs.cancel_all,
+            client.jobs.replay_all,
+            client.dead_letters.groups,
+            lambda: client.recipes.dry_run("m", "web"),
+            lambda: client.keys.create("x", role="viewer"),
+            client.keys.list,
+            lambda: client.keys.revoke("k"),
+            client.keys.own,
             lambda: client.media.submit(b"x"),
             lambda: client.media.submit(b"x", way="multipart"),
             lambda: client.media.submit(b"x", way="tus"),
@@ -363,6 +378,40 @@ async def test_a_slot_is_filled_by_somebody_else_and_an_address_is_fetched(
                     assert stream.status_code == 200
             with pytest.raises(NotFound, match="inbox"):
                 client.webhooks.inbox()
+
+    await asyncio.to_thread(work)
+
+
+async def test_keys_figures_and_bulk_calls_come_typed(served: Served, tmp_path: Path) -> None:
+    bodies = [await served.api.queued() for _ in range(3)]
+    ready = await served.api.ready({"w8.webp": b"0123456789"})
+    operator = await served.api.new_key(served.api.tenant, "admin", "operate")
+
+    def work() -> None:
+        with _client(served) as client:
+            made = client.keys.create("viewer of mine", role="viewer")
+            assert made.api_key is not None
+            with Client(served.url, made.api_key) as viewer:
+                own = viewer.keys.own()
+                assert (own.id, own.role) == (made.id, "viewer")
+                with pytest.raises(Forbidden):
+                    viewer.keys.list()
+            assert {k.id for k in client.keys.list()} >= {made.id}
+            client.keys.revoke(made)
+            with pytest.raises(Conflict):
+                client.keys.revoke(client.keys.own().id)
+            assert client.jobs.cancel_all(queue="image") == len(bodies)
+            assert client.jobs.replay_all(queue="image") == 0, "none has failed"
+            assert client.dead_letters.groups() == []
+            assert len(client.figures(minutes=5).steps) == 60
+            path = client.media.original(ready["id"], tmp_path)
+            assert path.stat().st_size == client.media.get(ready["id"]).size
+            with pytest.raises(Conflict):
+                client.media.original(client.media.open(5), tmp_path / "none")
+            assert not (tmp_path / "none").exists()
+        with Client(served.url, operator) as client:
+            assert "port" in {s.name for s in client.settings()}
+            assert client.check_storage()[0].ok
 
     await asyncio.to_thread(work)
 

@@ -22,6 +22,14 @@ _COLUMNS: Final[dict[str, Any]] = {
     "kinds": lambda r: ",".join(r.kinds),
     "from": lambda r: "built in" if r.built_in else "operator",
 }
+_PLANNED_COLUMNS: Final[dict[str, Any]] = {
+    "name": lambda o: o.name,
+    "type": lambda o: o.type,
+    "width": lambda o: o.width,
+    "height": lambda o: o.height,
+    "most bytes": lambda o: o.most_bytes,
+    "note": lambda o: o.note,
+}
 
 
 @click.group()
@@ -87,6 +95,32 @@ def recipes_validate(client: Client, out: Out, *, file: Path) -> None:
     if not verdict.valid:
         sys.exit(Exit.USAGE)
     say("valid")
+
+
+@recipes.command("dry-run")
+@click.argument("media", shell_complete=offered("media"))
+@click.argument("recipe", metavar="NAME|FILE", shell_complete=offered("recipes"))
+@click.option("--version", type=int, help="Of a recipe that is named; default: the newest.")
+@remote
+def recipes_dry_run(
+    client: Client, out: Out, *, media: str, recipe: str, version: int | None
+) -> None:
+    """Show what a recipe, by name or in a JSON file, would make of a media that is there."""
+    file = Path(recipe)
+    given: Any = recipe
+    if file.suffix == ".json":
+        try:
+            given = json.loads(file.read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            raise click.UsageError(f"{file}: {error}") from None
+    found = client.recipes.dry_run(media, given, version=version)
+    if out.form in ("json", "jsonl"):
+        out.one(found)
+        return
+    out.many(found.outputs, _PLANNED_COLUMNS)
+    expected = found.estimate.p50_seconds
+    if expected is not None:
+        say(f"The like of it took {expected:.1f} s, half of the time.")
 
 
 def _text(recipe: dict[str, Any]) -> str:

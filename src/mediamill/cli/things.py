@@ -27,6 +27,13 @@ _JOB_COLUMNS: Final[dict[str, Any]] = {
     "age": lambda j: ago(j.created_at),
     "error": lambda j: (j.error or {}).get("code"),
 }
+_GROUP_COLUMNS: Final[dict[str, Any]] = {
+    "code": lambda g: g.code,
+    "jobs": lambda g: g.count,
+    "since": lambda g: ago(g.first_at),
+    "newest": lambda g: g.newest,
+    "advice": lambda g: g.advice,
+}
 _SUBTITLES_COLUMNS: Final[dict[str, Any]] = {
     "language": lambda s: s.language,
     "label": lambda s: s.label,
@@ -103,6 +110,15 @@ def media_download(
             click.echo(json.dumps({"name": name, "path": str(path)}, ensure_ascii=False))
         else:
             click.echo(path)
+
+
+@media.command("original")
+@click.argument("id", shell_complete=offered("media"))
+@click.option("--into", type=click.Path(path_type=Path), default=".", help="A file or folder.")
+@remote
+def media_original(client: Client, out: Out, *, id: str, into: Path) -> None:
+    """Download the original, checked against what was accepted."""
+    click.echo(client.media.original(id, into))
 
 
 @media.command("process")
@@ -289,6 +305,13 @@ def dlq_list(
     """List dead letters, newest first."""
     items = client.dead_letters.list(code=code, kind=kind, queue=queue, page_size=min(limit, 200))
     out.many(first(items, limit), _JOB_COLUMNS)
+
+
+@dlq.command("groups")
+@remote
+def dlq_groups(client: Client, out: Out) -> None:
+    """Dead letters by code: how many, since when, what to do."""
+    out.many(client.dead_letters.groups(), _GROUP_COLUMNS)
 
 
 @dlq.command("show")

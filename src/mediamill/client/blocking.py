@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -12,16 +12,23 @@ from mediamill.client import unwrap
 from mediamill.client.calls import Calls, OnProgress, Way, given, path, reference
 from mediamill.client.drivers import Driver
 from mediamill.client.models import (
+    Check,
+    DeadLetters,
     Delivery,
+    DryRun,
     Endpoint,
     Event,
+    Figures,
     Job,
+    Key,
     Letter,
     Media,
     MediaItem,
+    OwnKey,
     Queue,
     Recipe,
     Replayed,
+    Setting,
     Slot,
     StreamUrl,
     Subtitles,
@@ -66,6 +73,7 @@ class Client:
         self.workers = WorkerCalls(self._driver, call)
         self.recipes = RecipeCalls(self._driver, call)
         self.webhooks = WebhookCalls(self._driver, call)
+        self.keys = KeyCalls(self._driver, call)
         self._call = call
 
     def __enter__(self) -> Client:
@@ -80,6 +88,20 @@ class Client:
     def events(self, *, types: str | None = None, after: str | None = None) -> Iterator[Event]:
         """Everything that happens to the tenant, from now or after a `cursor`, over cuts."""
         return self._driver.iterate(self._call.follow("/v1/events", types=types, after=after))
+
+    def figures(self, *, minutes: int = 60) -> Figures:
+        """What completed and failed in the last minutes, and how long it took."""
+        return self._driver.run(
+            self._call.one(Figures, "GET", "/v1/figures", query={"minutes": minutes})
+        )
+
+    def settings(self) -> list[Setting]:
+        """The settings of the installation. Needs the scope `operate`."""
+        return self._driver.run(self._call.all(Setting, "/v1/settings"))
+
+    def check_storage(self) -> list[Check]:
+        """What the storage enforces, found out by trying. Needs the scope `operate`."""
+        return self._driver.run(self._call.all(Check, "/v1/storage-checks", method="POST"))
 
     def stream_url(self) -> StreamUrl:
         """A short-lived address at which a browser follows everything of the tenant."""
@@ -365,6 +387,10 @@ class MediaCalls(_Part):
         """Write a variant to a file (or into a folder), checked against the manifest."""
         return self._driver.run(self._call.download(reference(media), name, Path(into)))
 
+    def original(self, media: str | Media, into: str | Path) -> Path:
+        """Write the original to a file (or into a folder), checked against what was accepted."""
+        return self._driver.run(self._call.original(reference(media), Path(into)))
+
 
 class JobCalls(_Part):
     """Units of background work."""
@@ -451,6 +477,44 @@ class JobCalls(_Part):
         """Queue a failed job again. Raises Conflict when it is not failed."""
         return self._driver.run(self._call.one(Job, "POST", path("jobs", job, "replay")))
 
+    def cancel_all(
+        self,
+        *,
+        kind: str | None = None,
+        queue: str | None = None,
+        error_code: str | None = None,
+        created_after: datetime | None = None,
+        created_before: datetime | None = None,
+    ) -> int:
+        """Cancel every queued and processing job that fits; how many."""
+        which = given(
+            kind=kind,
+            queue=queue,
+            error_code=error_code,
+            created_after=created_after and created_after.isoformat(),
+            created_before=created_before and created_before.isoformat(),
+        )
+        return self._driver.run(self._call.bulk("/v1/jobs/cancel", which))
+
+    def replay_all(
+        self,
+        *,
+        kind: str | None = None,
+        queue: str | None = None,
+        error_code: str | None = None,
+        created_after: datetime | None = None,
+        created_before: datetime | None = None,
+    ) -> int:
+        """Replay every failed job that fits; how many. One whose media went on is passed over."""
+        which = given(
+            kind=kind,
+            queue=queue,
+            error_code=error_code,
+            created_after=created_after and created_after.isoformat(),
+            created_before=created_before and created_before.isoformat(),
+        )
+        return self._driver.run(self._call.bulk("/v1/jobs/replay", which))
+
     def timeline(self, job: str | Job) -> Timeline:
         return self._driver.run(self._call.one(Timeline, "GET", path("jobs", job, "timeline")))
 
@@ -467,6 +531,10 @@ class JobCalls(_Part):
 
 class DeadLetterCalls(_Part):
     """Jobs whose attempts are used up."""
+
+    def groups(self) -> builtins.list[DeadLetters]:
+        """By code, the largest group first."""
+        return self._driver.run(self._call.all(DeadLetters, "/v1/dead-letters/groups"))
 
     def list(
         self,
@@ -575,6 +643,43 @@ class RecipeCalls(_Part):
         return self._driver.run(
             self._call.one(Verdict, "POST", "/v1/recipes/validate", json=wanted)
         )
+
+    def dry_run(
+        self, media: str | Media, recipe: str | Mapping[str, Any], *, version: int | None = None
+    ) -> DryRun:
+        """What a recipe, named or as data, would make of a media that is here."""
+        named = recipe if isinstance(recipe, str) else dict(recipe)
+        wanted = given(media_id=reference(media), recipe=named, version=version)
+        return self._driver.run(self._call.one(DryRun, "POST", "/v1/recipes/dry-run", json=wanted))
+
+
+class KeyCalls(_Part):
+    """Who may do what. Needs the scope `admin`."""
+
+    def create(
+        self,
+        name: str,
+        *,
+        role: str | None = None,
+        scopes: Sequence[str] = (),
+        ttl_seconds: float | None = None,
+    ) -> Key:
+        """A key with a role (`viewer`, `operator`, `admin`), scopes, or both; `api_key` is shown
+        this once."""
+        wanted = given(name=name, role=role, scopes=[*scopes], ttl_seconds=ttl_seconds)
+        return self._driver.run(self._call.one(Key, "POST", "/v1/keys", json=wanted))
+
+    def list(self) -> list[Key]:
+        """The oldest first, also those that are revoked."""
+        return self._driver.run(self._call.all(Key, "/v1/keys"))
+
+    def revoke(self, key: str | Key) -> None:
+        """Refuse a key from now on. Raises Conflict for the one of this client."""
+        self._driver.run(self._call.ask("DELETE", path("keys", key)))
+
+    def own(self) -> OwnKey:
+        """The key of this client. Any key may ask."""
+        return self._driver.run(self._call.one(OwnKey, "GET", "/v1/keys/self"))
 
 
 class WebhookCalls(_Part):

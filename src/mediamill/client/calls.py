@@ -79,9 +79,9 @@ class Calls:
         answer = yield from self.ask(method, path, **given)
         return model.model_validate(answer.json())
 
-    def all(self, model: type[M], path: str, **given: Any) -> Flow[list[M]]:
+    def all(self, model: type[M], path: str, *, method: str = "GET") -> Flow[list[M]]:
         """A list that has no pages."""
-        answer = yield from self.ask("GET", path, **given)
+        answer = yield from self.ask(method, path)
         return [model.model_validate(item) for item in answer.json()["data"]]
 
     def pages(self, model: type[M], path: str, **query: Any) -> Flow[None]:
@@ -110,6 +110,17 @@ class Calls:
     def recover(self, path: str, since: str) -> Flow[int]:
         answer = yield from self.ask("POST", path, json={"since": since})
         return int(answer.json()["recovered"])
+
+    def bulk(self, path: str, which: Body) -> Flow[int]:
+        """Do it to all that match, in as many requests as it takes; how many were changed."""
+        changed, before = 0, None
+        while True:
+            wanted = {"filter": which, "before": before}
+            answer = (yield from self.ask("POST", path, json=wanted)).json()
+            changed += int(answer["changed"])
+            before = answer["next"]
+            if before is None:
+                return changed
 
     # Uploads.
 
@@ -346,14 +357,31 @@ class Calls:
         if variant is None:
             known = ", ".join(v.name for v in media.variants) or "none"
             raise Error(f"{media_id} has no variant {name!r}; it has: {known}")
-        if into.is_dir():
-            into /= Path(name).name
+        target = into / Path(name).name if into.is_dir() else into
+        playlist = variant.content_type.endswith("mpegurl")  # signed anew for each reader
+        wanted = None if playlist else (variant.bytes, variant.sha256)
+        return (yield from self._fetched(variant.url, target, f"{name} of {media_id}", wanted))
+
+    def original(self, media_id: str, into: Path) -> Flow[Path]:
+        """The original into a file, checked against what was accepted."""
+        path = f"/v1/media/{quote(media_id, safe='')}"
+        media = yield from self.one(Media, "GET", path)
+        name = Path(media.filename or "original").name
+        target = into / name if into.is_dir() else into
+        wanted = None if media.sha256 is None else (media.size, media.sha256)
+        of = f"the original of {media_id}"
+        return (yield from self._fetched(f"{path}/original", target, of, wanted))
+
+    def _fetched(
+        self, url: str, into: Path, what: str, wanted: tuple[int, str] | None
+    ) -> Flow[Path]:
+        """A file from an address, of this size and digest. Raises DownloadDamaged."""
         part = into.with_name(f"{into.name}.part")
         try:
             tried = 0
             while True:
                 try:
-                    got: Fetched = yield Fetch(variant.url, part)
+                    got: Fetched = yield Fetch(url, part)
                     if got.status < 400:
                         break
                     refusal = refused(got)
@@ -364,9 +392,8 @@ class Calls:
                         raise
                 yield Pause(pause(tried, None))
                 tried += 1
-            playlist = variant.content_type.endswith("mpegurl")  # signed anew for each reader
-            if not playlist and (got.size, got.sha256) != (variant.bytes, variant.sha256):
-                raise DownloadDamaged(f"{name} of {media_id} differs from its manifest")
+            if wanted is not None and (got.size, got.sha256) != wanted:
+                raise DownloadDamaged(f"{what} differs from what was stored")
             part.replace(into)
         finally:
             part.unlink(missing_ok=True)

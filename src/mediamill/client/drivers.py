@@ -126,7 +126,8 @@ class Driver:
 
     def _fetch(self, step: Fetch) -> Fetched:
         digest, size = hashlib.sha256(), 0
-        with self._http.stream("GET", step.url) as answer:
+        request = _request(Send("GET", step.url), self._key, iter)
+        with self._http.stream(**request) as answer:
             if answer.status_code >= 400:
                 return Fetched(answer.status_code, 0, "", answer.read()[:_ERROR_BYTES])
             with step.into.open("wb") as file:
@@ -220,7 +221,8 @@ class AsyncDriver:
 
     async def _fetch(self, step: Fetch) -> Fetched:
         digest, size = hashlib.sha256(), 0
-        async with self._http.stream("GET", step.url) as answer:
+        request = _request(Send("GET", step.url), self._key, aiter)
+        async with self._http.stream(**request) as answer:
             if answer.status_code >= 400:
                 return Fetched(answer.status_code, 0, "", (await answer.aread())[:_ERROR_BYTES])
             with step.into.open("wb") as file:

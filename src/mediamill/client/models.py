@@ -315,3 +315,98 @@ class Replayed(Model):
 
     replayed: int
     seconds: float
+
+
+class DeadLetters(Model):
+    """The dead letters of one code; `newest` is the id of one to look at."""
+
+    code: str | None
+    count: int
+    first_at: datetime
+    last_at: datetime
+    newest: str
+    detail: str
+    advice: str
+
+
+class PlannedOutput(Model):
+    """What a recipe would make; None where nobody can tell before it is made."""
+
+    name: str
+    type: str
+    width: int | None = None
+    height: int | None = None
+    most_bytes: int | None = None
+    note: str | None = None
+
+
+class DryRun(Model):
+    """What a recipe would make of a media, and how long the like of it has taken."""
+
+    media_id: str
+    kind: str
+    recipe: str
+    version: int
+    outputs: list[PlannedOutput]
+    estimate: Estimate
+
+
+class Key(Model):
+    """An API key; `api_key` is the key itself, told when it is made and never again."""
+
+    id: str
+    name: str
+    scopes: list[str]
+    role: str | None = None
+    created_at: datetime
+    expires_at: datetime | None = None
+    revoked_at: datetime | None = None
+    last_used_at: datetime | None = None
+    api_key: str | None = None
+
+
+class OwnKey(Model):
+    """The key of this client; `may` holds every scope that it has or that is implied."""
+
+    id: str
+    tenant: str
+    role: str | None = None
+    may: list[str]
+
+
+class Step(Model):
+    """What ended from `at` to the next step. Seconds are from creation to completion."""
+
+    at: datetime
+    completed: int
+    failed: int
+    p50_seconds: float | None = None
+    p95_seconds: float | None = None
+
+
+class Figures(Model):
+    """Throughput and latency, in steps of equal length; `whole` tells whether they go back as far
+    as was asked for."""
+
+    since: datetime
+    until: datetime
+    whole: bool
+    steps: list[Step]
+
+
+class Setting(Model):
+    """A setting of the API process that answered; secrets read `***`."""
+
+    name: str
+    value: Any
+    is_default: bool
+    origin: str
+
+
+class Check(Model):
+    """Something that the storage enforces or does not; `ok` None is a note that is no fault."""
+
+    name: str
+    ok: bool | None
+    detail: str
+    remedy: str

@@ -126,7 +126,7 @@ class Next:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Write what is at a signed address into a file; answers with status, size and digest."""
+    """Write what is at an address into a file; answers with status, size and digest."""
 
     url: str
     into: Path
