@@ -110,6 +110,7 @@ async def _problem_page(request: Request) -> Response:
         raise Refused(Code.NOT_FOUND)
     headers = {"Cache-Control": "public, max-age=3600", "Vary": "Accept"}
     if "text/html" in request.headers.get("accept", ""):
+        headers["Content-Security-Policy"] = "default-src 'none'; style-src 'unsafe-inline'"
         return HTMLResponse(failure_pages.page(code), headers=headers)
     text = failure_pages.markdown(code)
     return Response(text, media_type="text/markdown; charset=utf-8", headers=headers)
