@@ -11,9 +11,10 @@ import asyncio
 import json
 import random
 import resource
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,14 +25,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import httpx2 as httpx
 from benchmarks import harness
 from benchmarks.harness import Report, Stand, percentile, say
+from PIL import Image
 
-from mediamill import db, estimates, ids, media, uploads, webhooks
+from mediamill import AsyncClient, db, estimates, ids, media, tools, uploads, webhooks
 from mediamill.sealing import Vault
 
 _LOCAL: Final = ["127.0.0.0/8"]
 _CLIENTS: Final = 16
 _HEALTHY: Final = 50
 _HOLE_EVENTS: Final = 1000
+_PACE_SECONDS: Final = 0.45
+"""Between two submissions, on average: two cores are about two thirds busy with them."""
 
 
 def main() -> None:
@@ -283,15 +287,20 @@ async def _beside_a_hole(here: Stand) -> list[float]:
 
 
 def clock(here: Stand, report: Report, count: int) -> None:
-    """Jobs of two kinds that arrive in bursts; the first fifth warms up."""
+    """Pictures, films, sounds and jobs of two kinds that arrive in bursts; as many again as a quarter
+    of them warm it up."""
+    samples = _samples(here.work)
     with (
         harness.service(here, "api"),
         harness.service(
-            here, "worker", slots="default=4", app="benchmarks.telling_app:mill"
+            here,
+            "worker",
+            slots="default=4,image=2,video=1,audio=1",
+            app="benchmarks.telling_app:mill",
         ) as worker,
     ):
         harness.await_worker(here, worker)
-        records = asyncio.run(_submit(here, count))
+        records = asyncio.run(_submit(here, count, samples))
     jobs = sum(r.jobs for r in records)
     held = sum(r.held * r.jobs for r in records) / jobs
     report.figure("forecasts held against what came", float(jobs))
@@ -302,31 +311,59 @@ def clock(here: Stand, report: Report, count: int) -> None:
     report.aim("p90 held, at most", held, most=0.95)
 
 
-async def _submit(here: Stand, count: int) -> list[estimates.Record]:
+def _samples(folder: Path) -> dict[str, list[Path]]:
+    """Some pictures, films and sounds of different sizes and lengths, by kind."""
+    made: dict[str, list[Path]] = {"image": [], "video": [], "audio": []}
+    for width in (320, 800, 1600, 3000):
+        path = folder / f"{width}.jpg"
+        noise = Image.effect_noise((width // 8, width // 12), 80).convert("RGB")
+        noise.resize((width, width * 2 // 3)).save(path, quality=88)
+        made["image"].append(path)
+    ffmpeg = tools.resolve().ffmpeg
+    inputs = ("-f", "lavfi", "-i", "testsrc2=s=320x180:r=25", "-f", "lavfi", "-i", "sine=r=48000")
+    for kind, ending, seconds, codecs in (
+        ("video", "mp4", (1, 3, 6), ("-c:v", "libx264", "-preset", "ultrafast", "-c:a", "aac")),
+        ("audio", "wav", (5, 30, 90), ("-vn", "-c:a", "pcm_s16le")),
+    ):
+        for length in seconds:
+            path = folder / f"{length}.{ending}"
+            command = [ffmpeg, "-v", "error", *inputs, *codecs, "-t", str(length), str(path)]
+            subprocess.run(command, check=True)
+            made[kind].append(path)
+    return made
+
+
+async def _submit(
+    here: Stand, count: int, samples: Mapping[str, Sequence[Path]]
+) -> list[estimates.Record]:
     async with (
         harness.database(here.dsn) as connection,
-        httpx.AsyncClient(base_url=here.settings.base_url, headers=_key(here)) as client,
+        AsyncClient(here.settings.base_url, api_key=here.api_key) as client,
     ):
-        await _arrive(client, count // 4)
+        await _arrive(client, count // 4, samples)
         await _drained(connection)
         warm: Any = await connection.fetchval("SELECT clock_timestamp()")
-        await _arrive(client, count)
+        await _arrive(client, count, samples)
         await _drained(connection)
         await connection.execute("DELETE FROM forecasts WHERE made_at < $1", warm)
         return await estimates.record(connection, days=1)
 
 
-async def _arrive(client: httpx.AsyncClient, count: int) -> None:
+async def _arrive(client: AsyncClient, count: int, samples: Mapping[str, Sequence[Path]]) -> None:
     chance = random.Random(11)
     sent = 0
     while sent < count:
         burst = chance.choice([1, 1, 2, 3, 5, 8, 20])
         for _ in range(min(burst, count - sent)):
-            kind = "bench.slow" if chance.random() < 0.25 else "bench.quick"
-            answer = await client.post("/v1/jobs", json={"kind": kind})
-            assert answer.status_code == 202, answer.text
+            (what,) = chance.choices(
+                ["image", "audio", "video", "bench.quick", "bench.slow"], [5, 2, 1, 4, 1]
+            )
+            if what in samples:
+                await client.media.submit(chance.choice(samples[what]))
+            else:
+                await client.jobs.create(what)
             sent += 1
-        await asyncio.sleep(burst * 0.09 * chance.uniform(0.5, 1.8))
+        await asyncio.sleep(burst * _PACE_SECONDS * chance.uniform(0.5, 1.8))
 
 
 async def _drained(connection: db.Connection) -> None:

@@ -222,6 +222,15 @@ async def test_forecasts_are_kept_and_correct_the_next_ones(
     assert (kept.kind, kept.recipe, kept.jobs) == ("image", "web", 30)
     assert kept.held == 0.0
     assert kept.median_error == pytest.approx(0.53, abs=0.03)
+    # Then some that are not even done, far beyond what was said: they count before they end.
+    for _ in range(10):
+        _, (birth,) = await rows.accepted(connection, tenant, settings)
+        await Forecaster().keep(connection, tenant, birth.id, before, ahead=0)
+        await connection.execute(
+            "UPDATE forecasts SET made_at = now() - interval '60 s' WHERE job_id = $1", birth.id
+        )
+    late = await ask(connection)
+    assert late.p90_seconds == pytest.approx(60, abs=1)
 
 
 async def test_what_says_nothing_is_not_kept(connection: db.Connection, settings: Settings) -> None:
