@@ -287,8 +287,8 @@ async def _beside_a_hole(here: Stand) -> list[float]:
 
 
 def clock(here: Stand, report: Report, count: int) -> None:
-    """Pictures, films, sounds and jobs of two kinds that arrive in bursts; as many again as a quarter
-    of them warm it up."""
+    """Pictures, films, sounds and jobs of two kinds that arrive in bursts; as many again as a
+    quarter of them warm it up."""
     samples = _samples(here.work)
     with (
         harness.service(here, "api"),
