@@ -220,6 +220,7 @@ async def test_a_tenant_hears_of_its_own_and_by_type(served: Served) -> None:
         await publish(api, body)
         await all_.until(4)
         await some.until(2)
+        await foreign.until(1)
         assert "media.ready" in all_.types()
         assert {t.partition(".")[0] for t in some.types()} == {"snapshot", "job", "media"}
         assert "media.queued" not in some.types()
