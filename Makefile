@@ -6,7 +6,7 @@ RUN    := $(VENV)/.installed-run
 DEV    := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-once test test-long test-ui test-extra check fix docs lock run bench-accept bench-overhead bench-images bench-video bench-queue bench-telling bench-uploads bench soak clean
+.PHONY: help demo demo-once test test-long test-ui test-extra check fix docs lock run bench-accept bench-overhead bench-images bench-video bench-queue bench-telling bench-uploads bench-upload-memory bench soak clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
@@ -80,6 +80,10 @@ bench-telling: $(DEV)  ## polls, streams, webhooks beside a black hole, and how 
 
 bench-uploads: $(DEV)  ## files in, by signed PUT and by tus, against a bare write loop
 	$(BIN)/python benchmarks/bench_uploads.py
+
+SIZE ?= 1GB
+bench-upload-memory: $(DEV)  ## memory that a file of SIZE (default 1GB) costs by each way in
+	$(BIN)/python benchmarks/bench_upload_memory.py --size $(SIZE)
 
 bench: bench-accept bench-overhead bench-images bench-video bench-queue bench-telling bench-uploads  ## all benchmarks
 
