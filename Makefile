@@ -6,7 +6,7 @@ RUN    := $(VENV)/.installed-run
 DEV    := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-once test test-long test-ui test-extra check fix docs lock run bench-accept bench-overhead bench-images bench-video bench-queue bench-telling bench-uploads bench-start bench soak clean
+.PHONY: help demo demo-once test test-long test-ui test-extra check fix docs lock run bench-accept bench-overhead bench-images bench-video bench-queue bench-telling bench-uploads bench-start bench-upload-memory bench soak clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
@@ -86,6 +86,10 @@ bench-uploads: $(DEV)  ## files in, by signed PUT and by tus, against a bare wri
 
 bench-start: $(DEV)  ## `mediamill --help`, against bare click
 	$(BIN)/python benchmarks/bench_start.py
+
+SIZE ?= 1GB
+bench-upload-memory: $(DEV)  ## memory that a file of SIZE (default 1GB) costs by each way in
+	$(BIN)/python benchmarks/bench_upload_memory.py --size $(SIZE)
 
 bench: bench-accept bench-overhead bench-images bench-video bench-queue bench-telling bench-uploads bench-start  ## all benchmarks
 

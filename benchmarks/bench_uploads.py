@@ -65,7 +65,7 @@ class Subject:
             slot = http.post("/v1/media", json=wanted).raise_for_status().json()
             begun = time.perf_counter()
             upload = slot["upload"]
-            sent = self._send("PUT", upload["url"], upload["headers"], 0, self.size)
+            sent = self.send("PUT", upload["url"], upload["headers"], 0, self.size)
             assert http.post(f"{slot['links']['self']}/complete").status_code == 202
             ended = time.perf_counter()
             http.delete(slot["links"]["self"])
@@ -85,14 +85,14 @@ class Subject:
                     "Authorization": f"Bearer {self.here.api_key}",
                     "Content-Length": str(length),
                 }
-                sent = self._send("PATCH", made.headers["location"], headers, offset, length)
+                sent = self.send("PATCH", made.headers["location"], headers, offset, length)
             ended = time.perf_counter()
             body = http.get(made.headers["mediamill-media"]).json()
             assert body["state"] == "queued", body
             http.delete(made.headers["mediamill-media"])
         return ended - begun, ended - sent
 
-    def _send(
+    def send(
         self, method: str, url: str, headers: dict[str, str], offset: int, length: int
     ) -> float:
         """Send a piece of the file; when its last byte was handed over. The answer is a success."""

@@ -7,10 +7,12 @@ import json
 import re
 import socket
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from threading import Thread
 from typing import Any
 from uuid import uuid4
 
@@ -41,6 +43,8 @@ class QueueHost:
     calls: list[str] = field(default_factory=list)
     called: asyncio.Event = field(default_factory=asyncio.Event)
     tokens: list[str] = field(default_factory=list)
+    access_key: str = "test-key"
+    region: str = "eu-west-1"
     answer: int = 200
     """Anything but 200 is what every call gets."""
     wait_seconds: float = 0.2
@@ -74,8 +78,8 @@ class QueueHost:
         action = request.headers["x-amz-target"].removeprefix("AmazonSQS.")
         assert request.headers["content-type"] == "application/x-amz-json-1.0"
         assert re.fullmatch(
-            r"AWS4-HMAC-SHA256 Credential=test-key/\d{8}/eu-west-1/sqs/aws4_request, "
-            r"SignedHeaders=\S+x-amz-target, Signature=[0-9a-f]{64}",
+            rf"AWS4-HMAC-SHA256 Credential={self.access_key}/[0-9]+/{self.region}/sqs/"
+            r"aws4_request, SignedHeaders=\S+x-amz-target, Signature=[0-9a-f]{64}",
             request.headers["authorization"],
         )
         self.calls.append(action)
@@ -163,3 +167,24 @@ async def queue_host() -> AsyncIterator[QueueHost]:
     finally:
         server.should_exit = True
         await task
+
+
+@contextmanager
+def queue_host_apart() -> Iterator[QueueHost]:
+    """The same on a thread of its own, for tests that drive processes."""
+    started: Future[tuple[QueueHost, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+
+    async def serve() -> None:
+        async with queue_host() as host:
+            ended = asyncio.Event()
+            started.set_result((host, asyncio.get_running_loop(), ended))
+            await ended.wait()
+
+    thread = Thread(target=asyncio.run, args=(serve(),), daemon=True)
+    thread.start()
+    host, loop, ended = started.result(timeout=10)
+    try:
+        yield host
+    finally:
+        loop.call_soon_threadsafe(ended.set)
+        thread.join()

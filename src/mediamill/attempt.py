@@ -360,11 +360,13 @@ class Attempt:
             original = self.original
             if original.object_version is None:
                 raise Failure(Code.SOURCE_MISSING)
-            digest = await self._means.storage.fetch(
-                original.upload_key, original.object_version, path
+            digest = await fetch_original(
+                self._means.storage,
+                original.upload_key,
+                original.object_version,
+                path,
+                sha256=original.sha256,
             )
-            if original.sha256 is not None and original.sha256 != digest:
-                raise Failure(Code.CHECKSUM_MISMATCH)
             if original.sha256 is None and self.claim.role == "main":
                 await self.describe(Description(sha256=digest))
             self._fetched = path
@@ -718,3 +720,23 @@ async def settle_failure(
                 record=record,
             )
     return decision
+
+
+async def fetch_original(
+    store: Storage, key: str, version: str, path: Path, *, sha256: str | None
+) -> str:
+    """Bring the original to `path` and return its digest.
+
+    Bytes with another digest than `sha256` are fetched once more: only when they come out the same
+    are they what is stored, and not a bit that fell over on the way. Raises Failure.
+    """
+    digest = await store.fetch(key, version, path)
+    if sha256 is None or digest == sha256:
+        return digest
+    path.unlink()
+    again = await store.fetch(key, version, path)
+    if again == digest:
+        raise Failure(Code.CHECKSUM_MISMATCH)
+    if again != sha256:
+        raise Failure(Code.STORAGE_UNAVAILABLE, "The storage gives other bytes each time.")
+    return again

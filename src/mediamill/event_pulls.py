@@ -103,8 +103,9 @@ class Puller:
                     failed = 0
                 except (Failure, db.Unavailable, asyncpg.PostgresError) as error:
                     failed += 1
-                    said = error.code.code if isinstance(error, Failure) else type(error).__name__
-                    log.warning("pull_failed", queue=self._queue.name, error=said, times=failed)
+                    log.warning(
+                        "pull_failed", queue=self._queue.name, error=str(error)[:300], times=failed
+                    )
                 except Exception:
                     failed += 1
                     log.exception("pull_failed", queue=self._queue.name)

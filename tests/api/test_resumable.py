@@ -80,9 +80,16 @@ async def test_an_upload_goes_on_where_it_stands(draft: Api, known: bool) -> Non
 async def test_an_end_that_comes_too_soon_leaves_the_upload_open(draft: Api) -> None:
     made = await begin(draft, b"abc", "?0", **{"Upload-Length": "10"})
     at = made.headers["location"]
-    check_problem(await patch(draft, at, 3, b"de", "?1"), 400, "malformed_request")
+
+    async def unmeasured() -> AsyncIterator[bytes]:
+        yield b"de"
+
+    given = {**PARTIAL, "Upload-Offset": "3", "Upload-Complete": "?1"}
+    soon = await draft.client.patch(at, content=unmeasured(), headers=given)
+    check_problem(soon, 400, "malformed_request")
     assert (await head(draft, at)).headers["upload-offset"] == "5"
-    check_problem(await patch(draft, at, 5, b"f" * 6, "?1"), 413, "payload_too_large")
+    assert (await patch(draft, at, 5, b"f" * 6, "?1")).status_code == 400
+    check_problem(await patch(draft, at, 5, b"f" * 6, "?0"), 413, "payload_too_large")
     assert (await patch(draft, at, 5, TEN[5:], "?1")).status_code == 200
     assert await stored(draft, at) == TEN
 
@@ -125,3 +132,44 @@ async def test_a_creation_that_is_repeated_with_its_key_makes_one_upload(draft: 
     assert first.headers["location"] == again.headers["location"]
     assert await jobs_of(draft, first.headers["location"]) == 1
     check_problem(await begin(draft, TEN, "?0", **key), 422, "idempotency_key_reused")
+
+
+async def test_more_for_a_complete_upload_is_refused_in_the_drafts_words(draft: Api) -> None:
+    at = (await begin(draft, TEN, "?1")).headers["location"]
+    for offset, data in ((10, b"x"), (0, TEN), (10, b"")):
+        refused = await patch(draft, at, offset, data, "?1")
+        assert refused.status_code == 400
+        assert refused.json()["type"].endswith("#completed-upload")
+    assert await stored(draft, at) == TEN
+    assert await jobs_of(draft, at) == 1
+
+
+async def test_lengths_that_do_not_fit_each_other_are_refused(draft: Api) -> None:
+    made = await begin(draft, b"abc", "?1", **{"Upload-Length": "10"})
+    assert made.status_code == 400
+    assert made.json()["type"].endswith("#inconsistent-upload-length")
+    assert "location" not in made.headers
+    at = (await begin(draft, b"abc", "?0", **{"Upload-Length": "10"})).headers["location"]
+    for data, complete, more in (
+        (b"de", "?1", {}),
+        (TEN[3:], "?1", {"Upload-Length": "11"}),
+        (b"de", "?0", {"Upload-Length": "11"}),
+    ):
+        refused = await patch(draft, at, 3, data, complete, **more)
+        assert refused.status_code == 400
+        assert refused.json()["type"].endswith("#inconsistent-upload-length")
+    state = await head(draft, at)
+    assert (state.headers["upload-offset"], state.headers["upload-length"]) == ("3", "10")
+    wrong = await patch(draft, at, 5, b"de", "?1", **{"Upload-Length": "11"})
+    assert (wrong.status_code, wrong.json()["expected-offset"]) == (409, 3)
+    assert (await patch(draft, at, 3, TEN[3:], "?1")).status_code == 200
+    assert await stored(draft, at) == TEN
+
+
+async def test_it_is_asked_about_and_ended_without_a_version(draft: Api) -> None:
+    """As it will be when the draft is done."""
+    at = (await begin(draft, b"abc", "?0")).headers["location"]
+    state = await draft.client.head(at)
+    assert (state.status_code, state.headers["upload-offset"]) == (204, "3")
+    assert (await draft.client.delete(at)).status_code == 204
+    assert (await draft.client.head(at)).status_code == 410

@@ -216,6 +216,19 @@ async def test_any_number_of_events_from_all_sides_makes_one_job(told: Told) -> 
     assert [m["to_state"] for m in moves] == ["awaiting_upload", "uploaded", "queued"]
 
 
+async def test_events_of_what_is_done_make_nothing_new(told: Told) -> None:
+    """In any order, and whatever they say of the object now."""
+    slot, key = await told.uploaded()
+    await told.tell(records(told.record(key)))
+    await told.api.pool.execute("UPDATE media SET state = 'ready' WHERE id = $1", media_uuid(slot))
+    body = [told.record(key, f"ObjectCreated:{how}") for how in ("Put", "Copy")]
+    gone = told.record(key, "ObjectRemoved:Delete")
+    for sent in ([gone, *body], [*body, gone], body * 50):
+        assert (await told.tell(records(*sent))).status_code == 200
+    assert await told.jobs(slot) == 1
+    assert (await told.api.read(slot["id"]))["state"] == "ready"
+
+
 async def test_late_events_do_nothing(told: Told) -> None:
     expired, expired_key = await told.uploaded()
     deleted, deleted_key = await told.uploaded()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -109,7 +110,17 @@ class FaultProxy:
             if name.lower() not in _DROPPED:
                 writer.write(f"{name}: {value}\r\n".encode("latin-1"))
         writer.write(f"Content-Length: {length}\r\n\r\n".encode())
-        writer.write(content[: len(content) // 2] if fault == "cut" else content)
+        match fault:
+            case "cut":
+                content = content[: len(content) // 2]
+            case "stall":
+                writer.write(content[: len(content) // 2])
+                await writer.drain()
+                await asyncio.sleep(3600)
+            case "flip" if content:
+                place = secrets.randbelow(len(content))
+                content = content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+        writer.write(content)
         await writer.drain()
 
 

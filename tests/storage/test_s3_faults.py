@@ -3,6 +3,7 @@ it is, and wrong bytes never come through."""
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
@@ -14,6 +15,7 @@ from tests.storage.fault_proxy import FaultProxy, fault_proxy
 from tests.storage.seaweed import Seaweed
 from tests.storage.test_s3 import INSTALLATION, new_bucket
 
+from mediamill.attempt import fetch_original
 from mediamill.failures import Code, Failure, Verdict
 from mediamill.storage import bucket
 from mediamill.storage.s3 import S3Storage, open_s3
@@ -163,6 +165,43 @@ async def test_bytes_that_are_cut_short_are_fetched_again_or_refused(
     with pytest.raises(Failure, match="storage_unavailable"):
         await store.fetch("uploads/t/a", stored.version, tmp_path / "again")
     assert not (tmp_path / "again").exists()
+
+
+async def test_a_body_that_stalls_is_given_up_in_time(faulty: Faulty, tmp_path: Path) -> None:
+    store, proxy = faulty
+    whole = bytes(range(256)) * (BIG // 256)
+    stored = await store.put("uploads/t/a", write(tmp_path, whole))
+    proxy.fault = lambda request: "stall" if request.method == "GET" else None
+    began = time.monotonic()
+    with pytest.raises(Failure) as caught:
+        await store.fetch("uploads/t/a", stored.version, tmp_path / "fetched")
+    assert caught.value.code is Code.STORAGE_UNAVAILABLE
+    assert time.monotonic() - began < 30
+    assert not (tmp_path / "fetched").exists()
+    proxy.fault = lambda _: None
+    await store.fetch("uploads/t/a", stored.version, tmp_path / "fetched")
+    assert (tmp_path / "fetched").read_bytes() == whole
+
+
+async def test_a_bit_that_fell_over_on_the_way_is_no_verdict_on_the_file(
+    faulty: Faulty, tmp_path: Path
+) -> None:
+    store, proxy = faulty
+    whole = bytes(range(256)) * (BIG // 256)
+    stored = await store.put("uploads/t/a", write(tmp_path, whole))
+    sha256 = hashlib.sha256(whole).hexdigest()
+    to = tmp_path / "fetched"
+    proxy.for_times(1, "flip", "GET")
+    found = await fetch_original(store, "uploads/t/a", stored.version, to, sha256=sha256)
+    assert found == sha256
+    assert to.read_bytes() == whole
+    proxy.fault = lambda request: "flip" if request.method == "GET" else None
+    with pytest.raises(Failure, match="storage_unavailable"):
+        await fetch_original(store, "uploads/t/a", stored.version, to, sha256=sha256)
+    proxy.fault = lambda _: None
+    other = hashlib.sha256(b"").hexdigest()
+    with pytest.raises(Failure, match="checksum_mismatch"):
+        await fetch_original(store, "uploads/t/a", stored.version, to, sha256=other)
 
 
 async def test_credentials_that_work_again_are_enough(faulty: Faulty, tmp_path: Path) -> None:

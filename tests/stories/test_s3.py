@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import time
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -16,6 +17,9 @@ from tests.storage.seaweed import ACCESS_KEY, SECRET_KEY, Seaweed, bucket_name, 
 from tests.stories.clips import Clips
 from tests.stories.conftest import Make
 from tests.stories.harness import Body, Platform, free_port, until
+from tests.test_storage_events import pubsub as pubsub_event
+from tests.test_storage_events import s3 as s3_record
+from tests.waiting import queue_host_apart
 
 from mediamill.storage.s3 import Place, Wire
 
@@ -197,6 +201,50 @@ def test_a_bucket_says_itself_that_an_upload_is_there(
         assert len(platform.jobs(slot["id"])) == 1
         shown = platform.http.get("/metrics").text
         assert 'media_storage_events_total{outcome="accepted",provider="seaweedfs"} 1.0' in shown
+        platform.close()
+
+
+def test_a_worker_pulls_what_waits_in_both_kinds_of_queues(
+    make_platform: Make, bucket: Bucket, clips: Clips
+) -> None:
+    """Nobody calls in, and nobody calls `complete`; the worker asks by itself."""
+    with queue_host_apart() as sqs, queue_host_apart() as pubsub:
+        sqs.access_key, sqs.region = ACCESS_KEY, "us-east-1"
+        given = bucket.server.settings(
+            bucket.name,
+            sqs_queue_url=f"{sqs.url}/1/uploads",
+            pubsub_subscription="projects/p/subscriptions/uploads",
+            pubsub_endpoint=pubsub.url,
+        )
+        platform = make_platform(**given)
+        platform.start_api()
+        worker = platform.start_worker("image=1,maintenance=1")
+        slots = [platform.open_slot(len(clips.photo), name) for name in ("a.jpg", "b.jpg")]
+        for slot in slots:
+            assert send(slot, clips.photo).status_code == 200
+        keys = [str(platform.media_row(slot["id"])["upload_key"]) for slot in slots]
+        record = s3_record(keys[0])
+        record["s3"]["bucket"]["name"] = bucket.name
+        sqs.send("not JSON")
+        sqs.send({"Records": [record]})
+        event = pubsub_event(keys[1])
+        event["message"]["attributes"]["bucketId"] = bucket.name
+        pubsub.send(event)
+        for slot in slots:
+            platform.wait_for_state(slot["id"], "ready")
+            assert len(platform.jobs(slot["id"])) == 1
+        until(lambda: not sqs.waiting and not pubsub.waiting, seconds=10, why="not taken off")
+        counted = platform.rows("SELECT * FROM tallies WHERE name = 'media_pulled_events_total'")
+        assert {(row["what"], row["outcome"]): row["count"] for row in counted} == {
+            ("sqs", "accepted"): 1,
+            ("sqs", "unreadable"): 1,
+            ("pubsub", "accepted"): 1,
+        }
+        sqs.wait_seconds = 20  # a long poll does not keep the process
+        began = time.monotonic()
+        worker.stop()
+        assert time.monotonic() - began < 10
+        sqs.wait_seconds = 0
         platform.close()
 
 

@@ -57,9 +57,11 @@ def _spoken_here(request: Request) -> bool:
         return False
     if "tus-resumable" in request.headers:
         return False
+    # The version is there as long as this is a draft; tus has its own header on all of these.
     return (
         "upload-complete" in request.headers
         or request.headers.get("upload-draft-interop-version") == VERSION
+        or request.method in ("HEAD", "DELETE")
     )
 
 
@@ -101,6 +103,8 @@ async def _create(request: Request) -> Response:
     body_length = _number(request, "content-length")
     if complete and length is None:
         length = body_length  # None for a body of unknown length
+    if complete and body_length not in (None, length):
+        return _inconsistent(request)
     disposition = Message()
     disposition["content-disposition"] = request.headers.get("content-disposition", "")
     wanted = Wanted(
@@ -147,8 +151,19 @@ async def _patch(request: Request) -> Response:
     found = await uploads.appendable(request, sender)
     if found.role == "final":
         raise Refused(Code.UPLOAD_IS_FINAL)
-    length = _number(request, "upload-length")
-    if length is not None:
+    if found.completed_at is not None:
+        return _problem(
+            request, Problem(Code.WRONG_STATE, "It is complete."), 400, "completed-upload"
+        )
+    length, body_length = _number(request, "upload-length"), _number(request, "content-length")
+    known = found.size if found.size is not None else length
+    if length not in (None, known) or (
+        complete and None not in (known, body_length) and offset + (body_length or 0) != known
+    ):
+        # An offset that is wrong besides is the client's first concern.
+        if offset == found.received:
+            return _inconsistent(request)
+    elif length is not None:
         found = await transfers.declare_size(found, length)
     try:
         found = await _append(request, found, offset, complete=complete)
@@ -203,14 +218,33 @@ def _state(request: Request, found: Transfer, status: int, more: Mapping[str, st
 
 def _mismatch(request: Request, problem: Problem, *, expected: int, provided: int) -> Response:
     """Our problem, under the type and with the members that the draft gives it."""
-    response = problem_response(request, problem, headers={"Upload-Offset": str(expected)})
+    members = {"expected-offset": expected, "provided-offset": provided}
+    response = _problem(request, problem, 409, "mismatching-upload-offset", members)
+    response.headers["Upload-Offset"] = str(expected)
+    return response
+
+
+def _inconsistent(request: Request) -> Response:
+    problem = Problem(Code.MALFORMED_REQUEST, "The lengths of this request do not fit each other.")
+    return _problem(request, problem, 400, "inconsistent-upload-length")
+
+
+def _problem(
+    request: Request,
+    problem: Problem,
+    status: int,
+    kind: str,
+    members: Mapping[str, int] | None = None,
+) -> Response:
+    """A problem under the type that the draft registers."""
+    response = problem_response(request, problem)
     body = json.loads(bytes(response.body)) | {
-        "type": f"{_REGISTRY}mismatching-upload-offset",
-        "expected-offset": expected,
-        "provided-offset": provided,
+        "type": f"{_REGISTRY}{kind}",
+        "status": status,
+        **(members or {}),
     }
     headers = {k: v for k, v in response.headers.items() if k != "content-length"}
-    return Response(json.dumps(body), response.status_code, headers)
+    return Response(json.dumps(body), status, headers)
 
 
 def _limit(request: Request) -> str:
