@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mediamill import db, ids, jobs, media
-from mediamill.api.jobs import shown_job
+from mediamill.api.jobs import AttemptBody, JobBody, shown_job
 from mediamill.api.services import (
     Page,
     caller,
@@ -59,6 +59,40 @@ class ReplayMany(BaseModel):
     filter: Which = Field(default_factory=Which)
     rate_per_second: float = Field(default=10.0, gt=0, le=10_000)
     limit: int = Field(default=_MOST, ge=1, le=_MOST)
+
+
+class CommandBody(BaseModel):
+    """A command that an attempt ran."""
+
+    label: str
+    command: list[str]
+    exit: int | None = None
+    stopped_for: str | None = None
+    wall_seconds: float
+    cpu_seconds: float | None = None
+    max_rss_bytes: int | None = None
+
+
+class FullAttempt(AttemptBody):
+    """One run with what its tools were and said."""
+
+    fence: int
+    log_tail: str | None
+    commands: list[CommandBody] | None
+
+
+class FullJob(JobBody):
+    """A job with every attempt in full."""
+
+    attempts: list[FullAttempt]  # type: ignore[assignment]  # the same and more
+
+
+class ReplayedBody(BaseModel):
+    """How many are queued again, over how many seconds."""
+
+    schema_version: Literal[1]
+    replayed: int
+    seconds: float
 
 
 class Group(BaseModel):

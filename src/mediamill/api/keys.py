@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -66,14 +67,21 @@ class KeyBody(BaseModel):
     last4: str
     scopes: list[str]
     role: Role | None = Field(description="The highest one of which it may do everything.")
-    created_at: str
-    expires_at: str | None
-    revoked_at: str | None
-    last_used_at: str | None
+    created_at: datetime
+    expires_at: datetime | None
+    revoked_at: datetime | None
+    last_used_at: datetime | None
 
 
 class NewKeyBody(KeyBody):
     api_key: str = Field(description="Shown here only.")
+
+
+class KeysBody(BaseModel):
+    """The oldest first."""
+
+    schema_version: Literal[1]
+    data: list[KeyBody]
 
 
 class SelfBody(BaseModel):

@@ -45,6 +45,7 @@ from mediamill.api import play
 from mediamill.api.services import (
     CALLBACK,
     Callback,
+    Failed,
     Page,
     Services,
     caller,
@@ -267,12 +268,43 @@ class MediaBody(BaseModel):
     metadata: dict[str, Any]
     job: JobSummary | None
     variants: list[Variant]
-    error: dict[str, Any] | None
+    error: Failed | None
     poll_after_seconds: float | None
     created_at: datetime
     updated_at: datetime
     expires_at: datetime | None
     links: dict[str, str]
+
+
+class MediaItem(BaseModel):
+    """A media in a list."""
+
+    id: str
+    state: MediaState
+    kind: str | None
+    filename: str | None
+    content_type: str
+    detected_type: str | None
+    size: int
+    width: int | None
+    height: int | None
+    duration_seconds: float | None
+    recipe: str
+    recipe_version: int
+    generation: int
+    preview: dict[str, Any] | None
+    error: Failed | None
+    created_at: datetime
+    updated_at: datetime
+    expires_at: datetime | None
+
+
+class MediaPage(BaseModel):
+    """Newest first."""
+
+    schema_version: Literal[1]
+    data: list[MediaItem]
+    next_cursor: str | None
 
 
 class SlotBody(MediaBody):

@@ -55,6 +55,13 @@ class RecipeBody(BaseModel):
     recipe: dict[str, Any]
 
 
+class RecipesBody(BaseModel):
+    """The newest version of each."""
+
+    schema_version: Literal[1]
+    data: list[RecipeBody]
+
+
 class DryRun(BaseModel):
     """A media that is here, and a recipe: by name, or as data that you are still writing."""
 

@@ -12,13 +12,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 from urllib.parse import urlencode
 from uuid import UUID
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESSIV
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import Response
@@ -227,6 +227,59 @@ def known_parameters(request: Request, *names: str) -> None:
             f"Known here: {', '.join(names) or 'none'}.",
             errors=[{"parameter": name, "detail": "is not known"} for name in unknown],
         )
+
+
+class Failed(BaseModel):
+    """Why something failed."""
+
+    code: str
+    title: str
+    detail: str
+    advice: str
+    retryable: bool
+    limit: dict[str, Any] | None = Field(
+        default=None, description="What was allowed and what was seen."
+    )
+
+
+class SegmentBody(BaseModel):
+    """A stretch of time; together they are the whole."""
+
+    name: str
+    start: datetime
+    end: datetime
+    seconds: float
+    attempt: int | None
+    worker: str | None
+    reason: str | None
+
+
+class MoveBody(BaseModel):
+    """A logged change of state, or the beginning of a stage."""
+
+    model_config = ConfigDict(serialize_by_alias=True)
+
+    subject: str
+    job: str | None
+    from_: str | None = Field(alias="from")
+    to: str
+    stage: str | None
+    at: datetime
+    attempt: int | None
+    worker: str | None
+    reason: str | None
+
+
+class TimelineBody(BaseModel):
+    """Where the time went. The segments sum to the total."""
+
+    schema_version: Literal[1]
+    id: str
+    state: str
+    total_seconds: float
+    sentence: str
+    segments: list[SegmentBody]
+    moves: list[MoveBody]
 
 
 def shown_error(stored: dict[str, Any] | None) -> dict[str, Any] | None:
