@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -20,6 +20,7 @@ from mediamill.api.services import (
     known_parameters,
     parse_body,
     path_id,
+    plain_text,
     services,
     shown_error,
 )
@@ -35,9 +36,9 @@ class Which(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=False)
 
-    code: str | None = Field(default=None, max_length=64)
-    kind: str | None = Field(default=None, max_length=128)
-    queue: str | None = Field(default=None, max_length=32)
+    code: Annotated[str, Field(max_length=64), AfterValidator(plain_text)] | None = None
+    kind: Annotated[str, Field(max_length=128), AfterValidator(plain_text)] | None = None
+    queue: Annotated[str, Field(max_length=32), AfterValidator(plain_text)] | None = None
     since: datetime | None = None
     until: datetime | None = None
 

@@ -18,6 +18,7 @@ from mediamill.api.services import (
     json_response,
     known_parameters,
     parse_body,
+    path_word,
     plain_text,
     services,
 )
@@ -137,7 +138,7 @@ async def revoke_key(request: Request) -> Response:
     sender = await caller(request, "admin")
     known_parameters(request)
     here = services(request)
-    key_id = request.path_params["key_id"]
+    key_id = path_word(request, "key_id")
     if key_id == sender.key_id:
         raise Refused(Code.WRONG_STATE, "It is the key that asks. Revoke it with another one.")
     async with db.transaction(here.pool) as connection:

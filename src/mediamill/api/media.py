@@ -60,6 +60,7 @@ from mediamill.api.services import (
     moment,
     parse_body,
     path_id,
+    path_word,
     plain_text,
     pointers,
     poll_after,
@@ -713,9 +714,7 @@ async def read_variant(request: Request) -> Response:
     known_parameters(request)
     here = services(request)
     media_id = path_id(request, ids.MEDIA, "media_id")
-    name = request.path_params["name"]
-    if "\0" in name:
-        raise Refused(Code.NOT_FOUND)
+    name = path_word(request, "name")
     async with db.acquire(here.pool) as connection:
         original = await media.original(connection, sender.tenant_id, media_id)
         if original is None:

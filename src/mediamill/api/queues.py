@@ -17,6 +17,7 @@ from mediamill.api.services import (
     json_response,
     known_parameters,
     parse_body,
+    path_word,
     services,
 )
 from mediamill.config import QUEUES
@@ -137,7 +138,7 @@ async def drain_worker(request: Request) -> Response:
     """Ask a worker to finish what it runs and leave."""
     await caller(request, "operate")
     known_parameters(request)
-    name = request.path_params["worker"]
+    name = path_word(request, "worker")
     async with db.transaction(services(request).pool) as connection:
         if not await installation.request_drain(connection, name):
             raise Refused(Code.NOT_FOUND)

@@ -128,6 +128,14 @@ def path_id(request: Request, prefix: str, name: str) -> UUID:
     return value
 
 
+def path_word(request: Request, name: str) -> str:
+    """A word in the path. One that no row could hold is as unknown as one that does not exist."""
+    value: str = request.path_params[name]
+    if "\0" in value:
+        raise Refused(Code.NOT_FOUND)
+    return value
+
+
 async def json_body(request: Request) -> bytes:
     """The raw body of a JSON request. Raises Refused for another type or too much of it."""
     essence = request.headers.get("content-type", "").partition(";")[0].strip().lower()
