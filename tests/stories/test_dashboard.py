@@ -8,6 +8,7 @@ import csv
 import io
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ PAGES = {
     "settings": "Settings",
 }
 SLOW = 60_000  # milliseconds
+ALIKE = re.compile(r"likeness (0\.9|1\.0)")
 
 
 @contextmanager
@@ -131,6 +133,17 @@ def test_files_are_dropped_watched_and_played(
         violations = Axe().run(page).response["violations"]
         assert [v for v in violations if v["impact"] in ("serious", "critical")] == []
         _shot(page, tmp_path, "media-stream")
+
+        # Its progressive file against the original, frame by frame.
+        page.get_by_role("button", name="video.mp4", exact=True).click()
+        page.get_by_text("Compare with the original").click()
+        caption = page.locator(".compare figcaption")
+        expect(caption).to_contain_text(ALIKE, timeout=SLOW)
+        page.get_by_role("button", name="Play both").click()
+        expect(caption).to_contain_text("pause to compare")
+        page.get_by_role("button", name="Pause both").click()
+        expect(caption).to_contain_text(ALIKE, timeout=SLOW)
+        _shot(page, tmp_path, "media-compared")
 
         page.goto(f"{url}media")
         expect(page.get_by_role("link", name="photo.jpg")).to_be_visible()
