@@ -38,7 +38,8 @@ def _is_fresh(source: Path, page: Path) -> bool:
     """Whether what is built is newer than all that it is built from."""
     if not page.exists():
         return False
-    inputs = [*source.glob("*.*"), *(source / "src").iterdir()]
+    document = source.parent / "docs" / "reference" / "openapi.json"  # its types are made from it
+    inputs = [document, *source.glob("*.*"), *(source / "src").iterdir()]
     return all(path.stat().st_mtime <= page.stat().st_mtime for path in inputs)
 
 

@@ -1,77 +1,35 @@
 // The public API, as far as these pages use it. There is no other way in.
 
-export interface Failure { code: string; title?: string; detail: string; advice: string; retryable: boolean }
-export interface Estimate { p50_seconds: number | null; p90_seconds: number | null; basis: string }
+import type { components } from "./openapi"; // made from the API's own document, with every build
+
+type Of<Name extends keyof components["schemas"]> = components["schemas"][Name];
+
+export type Failure = Of<"Failed">;
+export type Estimate = Of<"EstimateBody">;
+export type Job = Of<"JobBody">;
+export type FullJob = Of<"FullJob">;
+export type Timeline = Of<"TimelineBody">;
+export type DeadGroup = Of<"Group">;
+export type Figures = Of<"FiguresBody">;
+export type Queue = Of<"QueueBody">;
+export type Worker = Of<"WorkerBody">;
+export type Recipe = Of<"RecipeBody">;
+export type Verdict = Of<"Verdict">;
+export type DryRun = Of<"DryRunBody">;
+export type Endpoint = Of<"EndpointBody">;
+export type NewEndpoint = Of<"NewEndpointBody"> & Partial<Of<"RotatedBody">>;
+export type Delivery = Of<"DeliveryBody">;
+export type FullDelivery = Of<"FullDelivery">;
+export type Letter = Of<"LetterBody">;
+export type Me = Of<"SelfBody">;
+export type Key = Of<"KeyBody">;
+export type NewKey = Of<"NewKeyBody">;
+export type Setting = Of<"Setting">;
+export type Checks = Of<"ChecksBody">;
+export type Variant = Of<"Variant">;
 export interface Preview { dominant_color?: string; inline?: { data: string; type?: string } }
-export interface Variant {
-  name: string; content_type: string; bytes: number; width: number | null; height: number | null;
-  duration_seconds: number | null; seconds: number | null; url: string;
-}
-export interface MediaItem {
-  id: string; state: string; kind: string | null; filename: string | null; content_type: string; size: number;
-  width: number | null; height: number | null; duration_seconds: number | null; recipe: string;
-  recipe_version: number; preview: Preview | null;
-  error: Failure | null; created_at: string;
-}
-export interface Media extends MediaItem {
-  stage: string | null; progress: number | null; variants: Variant[]; detected_type: string | null;
-  job: { id: string; state: string; position: number | null; estimate: Estimate | null } | null;
-}
-export interface Attempt {
-  attempt: number; worker: string | null; started_at: string | null; finished_at: string | null;
-  outcome: string | null; error: Failure | null; log_tail?: string | null;
-  commands?: { label: string; command: string[]; exit?: number | null; wall_seconds: number }[] | null;
-}
-export interface Job {
-  id: string; state: string; kind: string; queue: string; stage: string | null; progress: number | null;
-  position: number | null; estimate: Estimate | null; attempt: number; max_attempts: number; dead_letter: boolean;
-  media_id: string | null; recipe: string | null; error: Failure | null; attempts: Attempt[]; created_at: string;
-  finished_at: string | null; result: unknown; payload: unknown;
-}
-export interface Segment { name: string; seconds: number; attempt: number | null; worker: string | null }
-export interface Timeline { total_seconds: number; sentence: string; segments: Segment[] }
-export interface Queue {
-  queue: string; queued: number; processing: number; oldest_seconds: number; slots: number; paused: boolean;
-  draining: boolean; concurrency: number | null;
-}
-export interface Worker {
-  id: string; host: string; version: string; slots: Record<string, number>; sandbox: string | null;
-  started_at: string; seen_at: string; draining: boolean;
-}
-export interface Recipe {
-  name: string; version: number; kinds: string[]; built_in: boolean; versions: number[]; recipe: Record<string, unknown>;
-}
-export interface Verdict { valid: boolean; errors: { pointer: string; detail: string }[] }
-export interface DryRun {
-  kind: string; estimate: Estimate;
-  outputs: { name: string; type: string; width: number | null; height: number | null; most_bytes: number | null; note: string | null }[];
-}
-export interface Me { id: string; tenant: string; role: string | null; may: string[] }
-export interface Key {
-  id: string; name: string; last4: string; scopes: string[]; role: string | null; created_at: string;
-  expires_at: string | null; revoked_at: string | null; last_used_at: string | null;
-}
-export interface NewKey extends Key { api_key: string }
-export interface Setting { name: string; value: unknown; origin: string; is_default: boolean }
-export interface Checks { storage: string; data: { name: string; ok: boolean | null; detail: string; remedy: string }[] }
-export interface Figures {
-  since: string; until: string; whole: boolean;
-  steps: { at: string; completed: number; failed: number; p50_seconds: number | null; p95_seconds: number | null }[];
-}
-export interface DeadGroup { code: string | null; count: number; first_at: string; last_at: string; newest: string; detail: string; advice: string }
-export interface Endpoint {
-  id: string; url: string; description: string | null; types: string[] | null; payload: string; signing: string;
-  state: string; reason: string | null; failures: number; failing_since: string | null; paused_until: string | null;
-  created_at: string; secret?: string; old_secret_until?: string | null;
-}
-export interface DeliveryAttempt {
-  attempt: number; at: string; duration_ms: number; status: number | null; response: string | null; failure: string | null;
-}
-export interface Delivery {
-  id: string; event_id: string; type: string; state: string; reason: string | null; attempt: number; status: number | null;
-  next_attempt_at: string | null; created_at: string; url?: string | null; body?: string | null; attempts?: DeliveryAttempt[];
-}
-export interface Letter { received_at: string; headers: Record<string, string>; body: string }
+export type MediaItem = Omit<Of<"MediaItem">, "preview"> & { preview: Preview | null };
+export type Media = Omit<Of<"MediaBody">, "preview"> & { preview: Preview | null };
 export interface Page<T> { data: T[]; next_cursor?: string | null }
 
 const KEY = "mediamill-key";
@@ -129,7 +87,7 @@ export async function signIn(): Promise<boolean> {
 
 // Whose key it is and what it may do; the pages show nothing else to press.
 let known: Me | undefined;
-export const me = () => known ?? { id: "", tenant: "", role: null, may: [] };
+export const me = (): Me => known ?? { schema_version: 1, id: "", tenant: "", role: null, may: [] };
 export const may = (scope: string) => me().may.includes(scope);
 
 // Calls back after every change, at most twice a second, over cuts; returns what ends it.

@@ -1,5 +1,5 @@
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
-import { ask, follow, may, type Job, type Page, type Timeline } from "./api";
+import { ask, follow, may, type FullJob, type Job, type Page, type Timeline } from "./api";
 import { Act, ago, Bar, Calls, Copy, Fault, go, Link, Needs, Segments, State, time, useLive, Why } from "./parts";
 
 const STATES = ["", "queued", "processing", "completed", "failed", "canceled"];
@@ -156,16 +156,16 @@ export function JobTable({ rows }: { rows?: Job[] }) {
 export function JobPage({ id }: { id: string }) {
   const { value: job, error, again } = useLive(() => ask<Job>(`/v1/jobs/${id}`), [id], { job_id: id });
   const [timeline, setTimeline] = useState<Timeline>();
-  const [full, setFull] = useState<Job>();
+  const [full, setFull] = useState<FullJob>();
   const [fault, setFault] = useState<Error>();
   useEffect(() => {
     if (!job) return;
     ask<Timeline>(`/v1/jobs/${id}/timeline`).then(setTimeline, setFault);
-    if (may("dlq:manage")) ask<Job>(`/v1/dead-letters/${id}`).then(setFull, () => undefined);
+    if (may("dlq:manage")) ask<FullJob>(`/v1/dead-letters/${id}`).then(setFull, () => undefined);
   }, [id, job?.state, job?.attempt, job?.stage]);
   const act = (what: string) => () => ask(`/v1/jobs/${id}/${what}`, "POST").then(again, setFault);
   if (!job) return <main><h1>Job</h1><Fault error={error} /></main>;
-  const attempts = full?.attempts ?? job.attempts;
+  const attempts: (FullJob["attempts"][number] | Job["attempts"][number])[] = full?.attempts ?? job.attempts;
   const live = ["queued", "processing"].includes(job.state);
   return (
     <main>
@@ -195,14 +195,14 @@ export function JobPage({ id }: { id: string }) {
           <summary>{a.attempt} · {a.outcome ?? "running"} · {a.worker} {a.started_at && a.finished_at
             && <>· {time((Date.parse(a.finished_at) - Date.parse(a.started_at)) / 1000)}</>} {a.error && <b>{a.error.code}</b>}</summary>
           <Why error={a.error} />
-          {a.commands?.map((c) => (
+          {"commands" in a && a.commands?.map((c) => (
             <figure>
               <figcaption>{c.label} · exit {c.exit ?? 0} after {time(c.wall_seconds)} <Copy text={c.command.map(quoted).join(" ")} /></figcaption>
               <pre>{c.command.map(quoted).join(" ")}</pre>
             </figure>
           ))}
-          {a.log_tail && <figure><figcaption>Last words of its tools</figcaption><pre>{a.log_tail}</pre></figure>}
-          {full && !a.commands?.length && !a.log_tail && <p>It ran no tool.</p>}
+          {"log_tail" in a && a.log_tail && <figure><figcaption>Last words of its tools</figcaption><pre>{a.log_tail}</pre></figure>}
+          {"commands" in a && !a.commands?.length && !a.log_tail && <p>It ran no tool.</p>}
         </details>
       ))}
       {!attempts.length && <p>None yet.</p>}

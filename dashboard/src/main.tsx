@@ -69,6 +69,8 @@ function App() {
       const to = before === "g" && PAGES.find(([letter]) => letter === event.key);
       if (to) go(to[1]);
       if (event.key === "?") setHelp((h) => !h);
+      const search = event.key === "/" && document.querySelector<HTMLInputElement>("input[type=search]");
+      if (search) { event.preventDefault(); search.focus(); }
       before = event.key;
     };
     addEventListener("keydown", pressed);
@@ -87,7 +89,7 @@ function App() {
         </nav>
         <button type="button" onClick={() => { signOut(); setSigned(false); }}>Sign out</button>
       </header>
-      {help && <aside aria-live="polite">Keys: {PAGES.map(([letter, , name]) => `g ${letter} ${name}`).join(" · ")} · ? this help</aside>}
+      {help && <aside aria-live="polite">Keys: {PAGES.map(([letter, , name]) => `g ${letter} ${name}`).join(" · ")} · / filter · ? this help</aside>}
       {page(path)}
     </>
   );

@@ -87,7 +87,7 @@ export function MediaPage({ id }: { id: string }) {
         { name: "delete", method: "DELETE", path: `/v1/media/${id}`, python: `client.media.delete("${id}")`, command: `mediamill media delete ${id}` },
       ]} />
       <Fault error={fault ?? error} />
-      {variant && media.kind === "image" && variant.content_type.startsWith("image/") && media.state !== "deleted"
+      {variant && media.kind && ["image", "video"].includes(media.kind) && variant.content_type.startsWith(`${media.kind}/`)
         && <Compare key={`compare ${variant.name}`} media={media} variant={variant} />}
       {variant && <Player key={variant.name} variant={variant} poster={media.variants.find((v) => v.name.startsWith("poster"))?.url} />}
       {media.variants.length > 0 && (

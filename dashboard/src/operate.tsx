@@ -69,18 +69,19 @@ const CANARIES = 3;
 
 function Dead() {
   const { value, error, again } = useLive(() => ask<Page<DeadGroup>>("/v1/dead-letters/groups"), [], {});
+  const [said, setSaid] = useState(""); // stays when the last of a code has left the list
   return (
     <>
+      <p role="status">{said}</p>
       <Fault error={error} />
       {value && !value.data.length && <p>There are none.</p>}
-      {value?.data.map((g) => <DeadGroupOf key={g.code} of={g} again={again} />)}
+      {value?.data.map((g) => <DeadGroupOf key={g.code} of={g} again={again} say={(words) => setSaid(`${g.code}: ${words}`)} />)}
     </>
   );
 }
 
-function DeadGroupOf({ of, again }: { of: DeadGroup; again: () => void }) {
+function DeadGroupOf({ of, again, say }: { of: DeadGroup; again: () => void; say: (words: string) => void }) {
   const [fault, setFault] = useState<Error>();
-  const [said, setSaid] = useState("");
   const [busy, setBusy] = useState(false);
   const filter = { code: of.code };
   const { value: sample } = useLive(() => ask<Page<Job>>(`/v1/dead-letters?limit=10&code=${of.code ?? ""}`), [of.code, of.count], undefined, 60);
@@ -90,11 +91,11 @@ function DeadGroupOf({ of, again }: { of: DeadGroup; again: () => void }) {
     return work.then(again, setFault).finally(() => setBusy(false));
   };
   const replay = (limit?: number) => ask<{ replayed: number }>("/v1/dead-letters/replay", "POST", { filter, ...(limit && { limit }) });
-  const one = () => tried(ask(`/v1/jobs/${of.newest}/replay`, "POST").then(() => setSaid("1 is queued again.")));
+  const one = () => tried(ask(`/v1/jobs/${of.newest}/replay`, "POST").then(() => say("1 is queued again.")));
   const all = () => confirm(`Replay all ${of.count} dead letters of ${of.code}?`)
-    && tried(replay().then((done) => setSaid(`${done.replayed} are queued again.`)));
+    && tried(replay().then((done) => say(`${done.replayed} are queued again.`)));
   const discard = () => confirm(`Take the newest dead letter of ${of.code} off the list for good?`)
-    && tried(ask(`/v1/dead-letters/${of.newest}/discard`, "POST").then(() => setSaid("1 is off the list.")));
+    && tried(ask(`/v1/dead-letters/${of.newest}/discard`, "POST").then(() => say("1 is off the list.")));
   // A few first, and what became of them, before all are sent after them.
   const canary = () => tried((async () => {
     const birds = (await ask<Page<Job>>(`/v1/dead-letters?limit=${CANARIES}&code=${of.code ?? ""}`)).data;
@@ -103,7 +104,7 @@ function DeadGroupOf({ of, again }: { of: DeadGroup; again: () => void }) {
       const now = await Promise.all(birds.map((bird) => ask<Job>(`/v1/jobs/${bird.id}`)));
       const ended = now.filter((j) => ["completed", "failed", "canceled"].includes(j.state));
       const good = now.filter((j) => j.state === "completed").length;
-      setSaid(`Canary: ${good} of ${birds.length} completed${ended.length < birds.length ? ", the others run" : good === birds.length ? "; the rest may follow." : "; look at those that failed before you replay the rest."}`);
+      say(`Canary: ${good} of ${birds.length} completed${ended.length < birds.length ? ", the others run" : good === birds.length ? "; the rest may follow." : "; look at those that failed before you replay the rest."}`);
       if (ended.length === birds.length) return;
       await new Promise((done) => setTimeout(done, 1000));
     }
@@ -118,7 +119,6 @@ function DeadGroupOf({ of, again }: { of: DeadGroup; again: () => void }) {
         <Act scope="dlq:manage" on={all} disabled={busy}>Replay all {of.count}</Act>
         <Act scope="dlq:manage" on={discard} disabled={busy}>Discard one</Act>
       </p>
-      <p role="status">{said}</p>
       <Fault error={fault} />
       {sample && sample.data.length > 0 && <JobTable rows={sample.data} />}
     </section>

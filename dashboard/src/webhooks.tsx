@@ -1,5 +1,5 @@
 import { useEffect, useState } from "preact/hooks";
-import { ask, change, make, Problem, type Delivery, type Endpoint, type Letter, type Page } from "./api";
+import { ask, change, make, Problem, type Delivery, type Endpoint, type FullDelivery, type Letter, type NewEndpoint, type Page } from "./api";
 import { Act, ago, Copy, Fault, go, Link, Needs, State, useLive } from "./parts";
 
 const STATES = ["", "pending", "delivered", "exhausted", "canceled"];
@@ -9,7 +9,7 @@ export const Webhooks = () => <main><h1>Webhooks</h1><Needs scope="webhooks:mana
 
 function Endpoints() {
   const { value, error, again } = useLive(() => ask<Page<Endpoint>>("/v1/webhook-endpoints?limit=200"), []);
-  const [made, setMade] = useState<Endpoint>();
+  const [made, setMade] = useState<NewEndpoint>();
   return (
     <>
       <Fault error={error} />
@@ -44,14 +44,14 @@ function Health({ of }: { of: Endpoint }) {
   return <span class="fault">{of.failures} failed since {ago(of.failing_since)}{of.paused_until && ", paused for a while"}</span>;
 }
 
-function Create({ done }: { done: (made: Endpoint) => void }) {
+function Create({ done }: { done: (made: NewEndpoint) => void }) {
   const [fault, setFault] = useState<Error>();
   const [url, setUrl] = useState("");
   const send = (event: SubmitEvent) => {
     event.preventDefault();
     const given = new FormData(event.currentTarget as HTMLFormElement);
     const types = String(given.get("types")).split(/[\s,]+/).filter(Boolean);
-    make<Endpoint>("/v1/webhook-endpoints", {
+    make<NewEndpoint>("/v1/webhook-endpoints", {
       url, types: types.length ? types : null, description: String(given.get("description")) || null,
       payload: given.get("payload"), signing: given.get("signing"),
     }).then((made) => { setUrl(""); setFault(undefined); done(made); }, setFault);
@@ -76,7 +76,7 @@ function Create({ done }: { done: (made: Endpoint) => void }) {
 }
 
 // A secret is shown once: nobody can ask for it later.
-function Secret({ of, title }: { of: Endpoint; title: string }) {
+function Secret({ of, title }: { of: NewEndpoint; title: string }) {
   return (
     <section class="once" role="status">
       <h2>{title}</h2>
@@ -124,7 +124,7 @@ export function EndpointPage({ id }: { id: string }) {
   const { value: endpoint, error, again } = useLive(() => ask<Endpoint>(path), [id]);
   const [fault, setFault] = useState<Error>();
   const [said, setSaid] = useState("");
-  const [rotated, setRotated] = useState<Endpoint>();
+  const [rotated, setRotated] = useState<NewEndpoint>();
   const [overlap, setOverlap] = useState("86400");
   const [sent, setSent] = useState(0);
   if (!endpoint) return <main><h1>Webhook endpoint</h1><Fault error={error} /></main>;
@@ -133,7 +133,7 @@ export function EndpointPage({ id }: { id: string }) {
     what.then(() => { setFault(undefined); setSaid(words); setSent(Date.now()); again(); }, setFault);
   const test = () => tried(make(`${path}/test`), "A webhook.test event is on its way.");
   const turn = () => tried(change(path, "PATCH", { state: enabled ? "disabled" : "enabled" }), enabled ? "It is told nothing now." : "It is told again from now on.");
-  const rotate = () => tried(make<Endpoint>(`${path}/rotate-secret`, { overlap_seconds: Number(overlap) }).then(setRotated), "");
+  const rotate = () => tried(make<NewEndpoint>(`${path}/rotate-secret`, { overlap_seconds: Number(overlap) }).then(setRotated), "");
   const recover = () => tried(
     ask(`${path}/recover`, "POST", { since: new Date(Date.now() - 86400e3).toISOString() }), "What did not arrive in the last day is sent again.");
   const remove = () => confirm("Forget this endpoint? What is pending for it is canceled.")
@@ -187,13 +187,13 @@ function Deliveries({ endpoint, sent }: { endpoint: string; sent: number }) {
 
 function Attempts({ of, again }: { of: Delivery; again: () => void }) {
   const [open, setOpen] = useState(false);
-  const [full, setFull] = useState<Delivery>();
+  const [full, setFull] = useState<FullDelivery>();
   const [fault, setFault] = useState<Error>();
   const [seen, setSeen] = useState("");
   const now = `${of.state} ${of.attempt}`;
   if (open && seen !== now) { // the attempts are read when somebody looks, and again when there are more
     setSeen(now);
-    ask<Delivery>(`/v1/deliveries/${of.id}`).then(setFull, setFault);
+    ask<FullDelivery>(`/v1/deliveries/${of.id}`).then(setFull, setFault);
   }
   const resend = () => ask(`/v1/deliveries/${of.id}/redeliver`, "POST").then(() => { setFault(undefined); again(); }, setFault);
   return (

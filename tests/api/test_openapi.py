@@ -11,7 +11,7 @@ from jsonschema import Draft202012Validator
 from starlette.routing import Route
 from tests.api.conftest import Api
 
-from mediamill import db, ids, webhooks
+from mediamill import db, ids, installation, webhooks
 from mediamill.api.media import FILTERS, MediaBody, NewMedia, NewMediaUpTo, Process
 from mediamill.sealing import Vault
 
@@ -180,3 +180,40 @@ async def test_every_response_of_success_is_the_one_that_is_given(api: Api) -> N
         answer = await api.client.get(address)
         assert str(answer.status_code) in operation["responses"], path
         assert answer.status_code < 400
+        _fits(document, operation, answer)
+
+
+async def test_every_list_fits_its_schema(api: Api) -> None:
+    """With something in it, and nothing that the schema does not name."""
+    document = api.app.openapi()
+    await api.ready()
+    async with db.transaction(api.pool) as connection:
+        wanted = webhooks.Wanted("http://127.0.0.1:9/")
+        await webhooks.add(connection, api.tenant, wanted, origin="-", most=10)
+        await installation.register_worker(
+            connection, installation.worker_id(), version="1", slots={"image": 1}, sandbox="strong"
+        )
+    token = await api.new_key(api.tenant, "admin", "operate")
+    checked = set()
+    async with api.stranger(token) as client:
+        for path, method, operation in operations(document):
+            if "{" in path or method != "get" or path in ("/v1/inbox", "/v1/events"):
+                continue
+            answer = await client.get(path)
+            assert answer.status_code == 200, path
+            _fits(document, operation, answer)
+            checked.add(path)
+    assert {"/v1/jobs", "/v1/media", "/v1/queues", "/v1/keys", "/v1/workers"} <= checked
+
+
+def _fits(document: dict[str, Any], operation: dict[str, Any], answer: Any) -> None:
+    response = operation["responses"].get(str(answer.status_code), {})
+    schema = response.get("content", {}).get("application/json", {}).get("schema")
+    if schema:
+        closed = {
+            name: {"additionalProperties": False, **part} if "properties" in part else part
+            for name, part in document["components"]["schemas"].items()
+        }
+        whole = {**schema, "components": {"schemas": closed}}
+        faults = [e.message for e in Draft202012Validator(whole).iter_errors(answer.json())]
+        assert faults == []

@@ -523,3 +523,19 @@ async def test_problem_details_are_json_in_full(api: Api) -> None:
     answer = await post(api, b'{"size": NaN, "recipe": "\\u0000\\u2028"}')
     parsed = json.loads(answer.content.decode("utf-8"), parse_constant=pytest.fail)
     assert parsed["status"] == 422
+
+
+async def test_what_no_row_can_hold_is_unknown_or_refused(api: Api) -> None:
+    token = await api.new_key(api.tenant, "admin", "operate")
+    async with api.stranger(token) as client:
+        for method, path, status in (
+            ("DELETE", "/v1/keys/%00", 404),
+            ("POST", "/v1/workers/%00/drain", 404),
+            ("GET", "/v1/dead-letters?code=%00", 422),
+            ("GET", "/v1/jobs?kind=%00", 400),
+        ):
+            assert (await client.request(method, path)).status_code == status, path
+        for field in ("code", "kind", "queue"):
+            body = {"filter": {field: "\0"}}
+            answer = await client.post("/v1/dead-letters/replay", json=body)
+            check_problem(answer, 422, "invalid_request")

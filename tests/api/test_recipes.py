@@ -196,6 +196,8 @@ async def test_a_dry_run_without_a_sample_or_outputs_says_which(shop: Api) -> No
     unknown = (await shop.slot())["id"]
     gone = ids.encode(ids.MEDIA, ids.new())
     for body, status, pointer in (
+        ({"media_id": picture, "recipe": 5}, 422, "/recipe"),
+        ({"media_id": picture, "recipe": {**MINE, "version": 0}}, 422, "/recipe/version"),
         ({"media_id": picture, "recipe": "nothing"}, 422, "/recipe"),
         ({"media_id": picture, "recipe": "web", "version": 99}, 422, "/recipe"),
         ({"media_id": sound, "recipe": "shop"}, 422, "/recipe"),

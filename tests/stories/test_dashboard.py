@@ -8,6 +8,7 @@ import csv
 import io
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ PAGES = {
     "settings": "Settings",
 }
 SLOW = 60_000  # milliseconds
+ALIKE = re.compile(r"likeness (0\.9|1\.0)")
 
 
 @contextmanager
@@ -131,6 +133,17 @@ def test_files_are_dropped_watched_and_played(
         violations = Axe().run(page).response["violations"]
         assert [v for v in violations if v["impact"] in ("serious", "critical")] == []
         _shot(page, tmp_path, "media-stream")
+
+        # Its progressive file against the original, frame by frame.
+        page.get_by_role("button", name="video.mp4", exact=True).click()
+        page.get_by_text("Compare with the original").click()
+        caption = page.locator(".compare figcaption")
+        expect(caption).to_contain_text(ALIKE, timeout=SLOW)
+        page.get_by_role("button", name="Play both").click()
+        expect(caption).to_contain_text("pause to compare")
+        page.get_by_role("button", name="Pause both").click()
+        expect(caption).to_contain_text(ALIKE, timeout=SLOW)
+        _shot(page, tmp_path, "media-compared")
 
         page.goto(f"{url}media")
         expect(page.get_by_role("link", name="photo.jpg")).to_be_visible()
@@ -384,7 +397,8 @@ def test_ten_thousand_jobs_are_filtered_and_those_that_match_are_replayed(
         faults.clear()
         page.goto(f"{url}jobs")
         expect(page.locator("tbody tr")).to_have_count(50)
-        page.get_by_label("Filter").fill("code:corrupt_input kind:film.join since:30d")
+        page.keyboard.press("/")
+        page.keyboard.type("code:corrupt_input kind:film.join since:30d")
         page.get_by_role("button", name="Filter", exact=True).click()
         assert "code=corrupt_input" in page.url
         assert "since=30d" in page.url
@@ -443,6 +457,9 @@ def test_a_dead_letter_is_replayed_as_a_canary_once_its_cause_is_gone(
         assert Axe().run(page).response["violations"] == []
         _shot(page, tmp_path, "dead-letter")
         page.get_by_role("button", name="Canary of 1").click()
+        expect(page.get_by_role("status")).to_have_text(
+            "storage_unavailable: Canary: 1 of 1 completed; the rest may follow.", timeout=SLOW
+        )
         expect(page.get_by_text("There are none.")).to_be_visible(timeout=SLOW)
         assert faults == []
     assert installation.wait_for_state(media_id, "ready")["variants"]

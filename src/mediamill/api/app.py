@@ -44,7 +44,7 @@ from mediamill.api import (
     subtitles,
     webhooks,
 )
-from mediamill.api.services import Services
+from mediamill.api.services import Services, TimelineBody
 from mediamill.failures import BY_NAME, Code, Refused
 from mediamill.observability import Metrics
 from mediamill.recipes import Recipe
@@ -274,7 +274,7 @@ _ROUTES: Final[tuple[_Route, ...]] = (
         media.SlotBody,
         {**_CREATE_BODY, **_also(202, "The file of a form is accepted and queued.")},
     ),
-    _Route("/v1/media", "GET", media.list_media, more=_query(*media.FILTERS)),
+    _Route("/v1/media", "GET", media.list_media, 200, media.MediaPage, _query(*media.FILTERS)),
     _Route("/v1/media/{media_id}", "GET", media.read_media, 200, media.MediaBody, _WAIT),
     _Route("/v1/media/{media_id}", "DELETE", media.delete_media, 202),
     _Route(
@@ -285,7 +285,7 @@ _ROUTES: Final[tuple[_Route, ...]] = (
         media.MediaBody,
         {**_WAIT_ONLY, **_also(200, "There is no work ahead of it any more.")},
     ),
-    _Route("/v1/media/{media_id}/timeline", "GET", media.read_timeline),
+    _Route("/v1/media/{media_id}/timeline", "GET", media.read_timeline, 200, TimelineBody),
     _Route(
         "/v1/media/{media_id}/process",
         "POST",
@@ -350,7 +350,7 @@ _ROUTES: Final[tuple[_Route, ...]] = (
     _Route(
         "/v1/upload-tokens", "POST", multipart.create_token, 201, None, _body(multipart.NewToken)
     ),
-    _Route("/v1/recipes", "GET", recipes.list_recipes),
+    _Route("/v1/recipes", "GET", recipes.list_recipes, 200, recipes.RecipesBody),
     _Route(
         "/v1/recipes/validate",
         "POST",
@@ -380,27 +380,28 @@ _ROUTES: Final[tuple[_Route, ...]] = (
         "POST",
         jobs.create_job,
         202,
-        None,
+        jobs.JobBody,
         {
             **_body(jobs.NewJob),
             **_WAIT_ONLY,
             **_also(200, "A live job has its dedup key, or it ended while the client waited."),
         },
     ),
-    _Route("/v1/jobs", "GET", jobs.list_jobs, more=_query(*jobs.FILTERS)),
+    _Route("/v1/jobs", "GET", jobs.list_jobs, 200, jobs.JobPage, _query(*jobs.FILTERS)),
     _Route("/v1/jobs/cancel", "POST", jobs.cancel_matching, 200, jobs.BulkBody, _body(jobs.Bulk)),
     _Route("/v1/jobs/replay", "POST", jobs.replay_matching, 200, jobs.BulkBody, _body(jobs.Bulk)),
-    _Route("/v1/jobs/{job_id}", "GET", jobs.read_job, more=_WAIT),
-    _Route("/v1/jobs/{job_id}/timeline", "GET", jobs.read_job_timeline),
+    _Route("/v1/jobs/{job_id}", "GET", jobs.read_job, 200, jobs.JobBody, _WAIT),
+    _Route("/v1/jobs/{job_id}/timeline", "GET", jobs.read_job_timeline, 200, TimelineBody),
     _Route("/v1/jobs/{job_id}/events", "GET", streams.job_events, more=_stream("last_event_id")),
     _Route(
         "/v1/jobs/{job_id}/cancel",
         "POST",
         jobs.cancel_job,
         202,
-        more=_also(200, "It had ended already."),
+        jobs.JobBody,
+        _also(200, "It had ended already."),
     ),
-    _Route("/v1/jobs/{job_id}/replay", "POST", jobs.replay_job, 202),
+    _Route("/v1/jobs/{job_id}/replay", "POST", jobs.replay_job, 202, jobs.JobBody),
     _Route("/v1/events", "GET", streams.tenant_events, more=_stream("last_event_id", "types")),
     _Route(
         "/v1/stream-urls",
@@ -414,25 +415,42 @@ _ROUTES: Final[tuple[_Route, ...]] = (
         "/v1/dead-letters",
         "GET",
         dead_letters.list_dead_letters,
-        more=_query(*dead_letters.FILTERS),
+        200,
+        jobs.JobPage,
+        _query(*dead_letters.FILTERS),
     ),
     _Route(
         "/v1/dead-letters/replay",
         "POST",
         dead_letters.replay_dead_letters,
         202,
-        None,
+        dead_letters.ReplayedBody,
         _body(dead_letters.ReplayMany),
     ),
-    _Route("/v1/dead-letters/{job_id}", "GET", dead_letters.read_dead_letter),
+    _Route(
+        "/v1/dead-letters/{job_id}", "GET", dead_letters.read_dead_letter, 200, dead_letters.FullJob
+    ),
     _Route(
         "/v1/dead-letters/groups", "GET", dead_letters.list_groups, 200, dead_letters.GroupsBody
     ),
-    _Route("/v1/dead-letters/{job_id}/discard", "POST", dead_letters.discard_dead_letter),
-    _Route("/v1/queues", "GET", queues.list_queues),
-    _Route("/v1/queues/{queue}/pause", "POST", queues.pause_queue),
-    _Route("/v1/queues/{queue}/resume", "POST", queues.resume_queue),
-    _Route("/v1/queues/{queue}/concurrency", "PUT", queues.cap_queue, 200, None, _body(queues.Cap)),
+    _Route(
+        "/v1/dead-letters/{job_id}/discard",
+        "POST",
+        dead_letters.discard_dead_letter,
+        200,
+        jobs.JobBody,
+    ),
+    _Route("/v1/queues", "GET", queues.list_queues, 200, queues.QueuesBody),
+    _Route("/v1/queues/{queue}/pause", "POST", queues.pause_queue, 200, queues.OneQueue),
+    _Route("/v1/queues/{queue}/resume", "POST", queues.resume_queue, 200, queues.OneQueue),
+    _Route(
+        "/v1/queues/{queue}/concurrency",
+        "PUT",
+        queues.cap_queue,
+        200,
+        queues.OneQueue,
+        _body(queues.Cap),
+    ),
     _Route(
         "/v1/webhook-endpoints",
         "POST",
@@ -441,7 +459,14 @@ _ROUTES: Final[tuple[_Route, ...]] = (
         webhooks.NewEndpointBody,
         _body(webhooks.NewEndpoint),
     ),
-    _Route("/v1/webhook-endpoints", "GET", webhooks.list_endpoints, more=_query()),
+    _Route(
+        "/v1/webhook-endpoints",
+        "GET",
+        webhooks.list_endpoints,
+        200,
+        webhooks.EndpointPage,
+        _query(),
+    ),
     _Route(
         "/v1/webhook-endpoints/{endpoint_id}",
         "GET",
@@ -469,7 +494,7 @@ _ROUTES: Final[tuple[_Route, ...]] = (
         "POST",
         webhooks.rotate_secret,
         200,
-        webhooks.NewEndpointBody,
+        webhooks.RotatedBody,
         _body(webhooks.Rotation),
     ),
     _Route(
@@ -484,17 +509,19 @@ _ROUTES: Final[tuple[_Route, ...]] = (
         "POST",
         webhooks.recover_endpoint,
         202,
-        None,
+        webhooks.RecoveredBody,
         _body(webhooks.Recovery),
     ),
     _Route(
         "/v1/webhook-endpoints/{endpoint_id}/deliveries",
         "GET",
         webhooks.list_deliveries,
-        more=_query("state"),
+        200,
+        webhooks.DeliveryPage,
+        _query("state"),
     ),
     _Route(
-        "/v1/deliveries/{delivery_id}", "GET", webhooks.read_delivery, 200, webhooks.DeliveryBody
+        "/v1/deliveries/{delivery_id}", "GET", webhooks.read_delivery, 200, webhooks.FullDelivery
     ),
     _Route(
         "/v1/deliveries/{delivery_id}/redeliver",
@@ -504,7 +531,7 @@ _ROUTES: Final[tuple[_Route, ...]] = (
         webhooks.DeliveryBody,
     ),
     _Route("/v1/inbox", "POST", inbox.receive, 204),
-    _Route("/v1/inbox", "GET", inbox.read),
+    _Route("/v1/inbox", "GET", inbox.read, 200, inbox.LettersBody),
     _Route(
         "/v1/figures",
         "GET",
@@ -518,12 +545,12 @@ _ROUTES: Final[tuple[_Route, ...]] = (
         },
     ),
     _Route("/v1/keys", "POST", keys.create_key, 201, keys.NewKeyBody, _body(keys.NewKey)),
-    _Route("/v1/keys", "GET", keys.list_keys),
+    _Route("/v1/keys", "GET", keys.list_keys, 200, keys.KeysBody),
     _Route("/v1/keys/self", "GET", keys.read_self, 200, keys.SelfBody),
     _Route("/v1/keys/{key_id}", "DELETE", keys.revoke_key, 204),
     _Route("/v1/settings", "GET", settings.list_settings, 200, settings.SettingsBody),
     _Route("/v1/storage-checks", "POST", settings.check_storage, 200, settings.ChecksBody),
-    _Route("/v1/workers", "GET", queues.list_workers),
+    _Route("/v1/workers", "GET", queues.list_workers, 200, queues.WorkersBody),
     _Route("/v1/workers/{worker}/drain", "POST", queues.drain_worker, 202),
 )
 _PLAIN: Final[tuple[tuple[str, Endpoint, list[str]], ...]] = (

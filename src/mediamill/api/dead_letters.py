@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, datetime
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mediamill import db, ids, jobs, media
-from mediamill.api.jobs import listed_job, shown_job
+from mediamill.api.jobs import AttemptBody, JobBody, listed_job, shown_job
 from mediamill.api.services import (
     Page,
     caller,
@@ -22,6 +22,7 @@ from mediamill.api.services import (
     listed,
     parse_body,
     path_id,
+    plain_text,
     services,
     shown_error,
 )
@@ -38,9 +39,9 @@ class Which(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=False)
 
-    code: str | None = Field(default=None, max_length=64)
-    kind: str | None = Field(default=None, max_length=128)
-    queue: str | None = Field(default=None, max_length=32)
+    code: Annotated[str, Field(max_length=64), AfterValidator(plain_text)] | None = None
+    kind: Annotated[str, Field(max_length=128), AfterValidator(plain_text)] | None = None
+    queue: Annotated[str, Field(max_length=32), AfterValidator(plain_text)] | None = None
     since: datetime | None = None
     until: datetime | None = None
 
@@ -62,6 +63,40 @@ class ReplayMany(BaseModel):
     filter: Which = Field(default_factory=Which)
     rate_per_second: float = Field(default=10.0, gt=0, le=10_000)
     limit: int = Field(default=_MOST, ge=1, le=_MOST)
+
+
+class CommandBody(BaseModel):
+    """A command that an attempt ran."""
+
+    label: str
+    command: list[str]
+    exit: int | None = None
+    stopped_for: str | None = None
+    wall_seconds: float
+    cpu_seconds: float | None = None
+    max_rss_bytes: int | None = None
+
+
+class FullAttempt(AttemptBody):
+    """One run with what its tools were and said."""
+
+    fence: int
+    log_tail: str | None
+    commands: list[CommandBody] | None
+
+
+class FullJob(JobBody):
+    """A job with every attempt in full."""
+
+    attempts: list[FullAttempt]  # type: ignore[assignment]  # the same and more
+
+
+class ReplayedBody(BaseModel):
+    """How many are queued again, over how many seconds."""
+
+    schema_version: Literal[1]
+    replayed: int
+    seconds: float
 
 
 class Group(BaseModel):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any, Final, Literal
 
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -16,6 +17,22 @@ SCHEMA_VERSION: Final = 1
 KEPT: Final = 200
 _MOST_BYTES: Final = 256 << 10
 _SHOWN: Final = ("webhook-id", "webhook-timestamp", "webhook-signature", "user-agent")
+
+
+class LetterBody(BaseModel):
+    """A webhook as it arrived."""
+
+    received_at: datetime
+    headers: dict[str, str]
+    body: str
+
+
+class LettersBody(BaseModel):
+    """Newest first."""
+
+    schema_version: Literal[1]
+    data: list[LetterBody]
+
 
 Letters = deque[dict[str, Any]]
 

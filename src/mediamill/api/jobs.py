@@ -28,6 +28,7 @@ from mediamill import (
 from mediamill.api.services import (
     CALLBACK,
     Callback,
+    Failed,
     Page,
     Services,
     caller,
@@ -81,6 +82,71 @@ class NewJob(BaseModel):
     dedup_key: str | None = Field(default=None, min_length=1, max_length=255)
     max_attempts: int | None = Field(default=None, ge=1, le=100)
     callback_url: str | None = Field(default=None, max_length=2048, description=CALLBACK)
+
+
+class EstimateBody(BaseModel):
+    """Seconds that are left, as often half of the time and nine times in ten."""
+
+    p50_seconds: float | None
+    p90_seconds: float | None
+    basis: str
+
+
+class AttemptBody(BaseModel):
+    """One run of a job."""
+
+    attempt: int
+    worker: str | None
+    started_at: datetime | None
+    finished_at: datetime | None
+    outcome: str | None = Field(description="null while it runs.")
+    error: Failed | None
+
+
+class JobBody(BaseModel):
+    """A job as the API shows it."""
+
+    schema_version: Literal[1]
+    id: str
+    state: JobState
+    kind: str
+    queue: str
+    role: str
+    stage: str | None
+    progress: float | None = Field(description="0 to 100; null when unknown.")
+    position: int | None = Field(description="1 is next; null when it does not wait.")
+    estimate: EstimateBody | None
+    poll_after_seconds: float | None
+    attempt: int
+    max_attempts: int
+    dead_letter: bool
+    cancel_requested: bool
+    media_id: str | None
+    parent_id: str | None
+    pending_children: int
+    payload: dict[str, Any]
+    payload_version: int
+    dedup_key: str | None
+    priority: int
+    recipe: str | None
+    recipe_version: int | None
+    generation: int
+    result: Any
+    error: Failed | None
+    attempts: list[AttemptBody] = Field(description="Empty in lists.")
+    run_at: datetime | None
+    created_at: datetime
+    started_at: datetime | None
+    finished_at: datetime | None
+    expires_at: datetime | None
+
+
+class JobPage(BaseModel):
+    """Newest first."""
+
+    schema_version: Literal[1]
+    data: list[JobBody]
+    next_cursor: str | None
 
 
 class Matching(BaseModel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -17,6 +18,7 @@ from mediamill.api.services import (
     json_response,
     known_parameters,
     parse_body,
+    path_word,
     plain_text,
     services,
 )
@@ -66,14 +68,21 @@ class KeyBody(BaseModel):
     last4: str
     scopes: list[str]
     role: Role | None = Field(description="The highest one of which it may do everything.")
-    created_at: str
-    expires_at: str | None
-    revoked_at: str | None
-    last_used_at: str | None
+    created_at: datetime
+    expires_at: datetime | None
+    revoked_at: datetime | None
+    last_used_at: datetime | None
 
 
 class NewKeyBody(KeyBody):
     api_key: str = Field(description="Shown here only.")
+
+
+class KeysBody(BaseModel):
+    """The oldest first."""
+
+    schema_version: Literal[1]
+    data: list[KeyBody]
 
 
 class SelfBody(BaseModel):
@@ -129,7 +138,7 @@ async def revoke_key(request: Request) -> Response:
     sender = await caller(request, "admin")
     known_parameters(request)
     here = services(request)
-    key_id = request.path_params["key_id"]
+    key_id = path_word(request, "key_id")
     if key_id == sender.key_id:
         raise Refused(Code.WRONG_STATE, "It is the key that asks. Revoke it with another one.")
     async with db.transaction(here.pool) as connection:

@@ -45,6 +45,7 @@ from mediamill.api import play
 from mediamill.api.services import (
     CALLBACK,
     Callback,
+    Failed,
     Page,
     Services,
     caller,
@@ -59,6 +60,7 @@ from mediamill.api.services import (
     listed,
     parse_body,
     path_id,
+    path_word,
     plain_text,
     pointers,
     poll_after,
@@ -296,12 +298,43 @@ class MediaBody(BaseModel):
     metadata: dict[str, Any]
     job: JobSummary | None
     variants: list[Variant]
-    error: dict[str, Any] | None
+    error: Failed | None
     poll_after_seconds: float | None
     created_at: datetime
     updated_at: datetime
     expires_at: datetime | None
     links: dict[str, str]
+
+
+class MediaItem(BaseModel):
+    """A media in a list."""
+
+    id: str
+    state: MediaState
+    kind: str | None
+    filename: str | None
+    content_type: str
+    detected_type: str | None
+    size: int
+    width: int | None
+    height: int | None
+    duration_seconds: float | None
+    recipe: str
+    recipe_version: int
+    generation: int
+    preview: dict[str, Any] | None
+    error: Failed | None
+    created_at: datetime
+    updated_at: datetime
+    expires_at: datetime | None
+
+
+class MediaPage(BaseModel):
+    """Newest first."""
+
+    schema_version: Literal[1]
+    data: list[MediaItem]
+    next_cursor: str | None
 
 
 class SlotBody(MediaBody):
@@ -722,9 +755,7 @@ async def read_variant(request: Request) -> Response:
     known_parameters(request)
     here = services(request)
     media_id = path_id(request, ids.MEDIA, "media_id")
-    name = request.path_params["name"]
-    if "\0" in name:
-        raise Refused(Code.NOT_FOUND)
+    name = path_word(request, "name")
     async with db.acquire(here.pool) as connection:
         original = await media.original(connection, sender.tenant_id, media_id)
         if original is None:

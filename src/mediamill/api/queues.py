@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from datetime import datetime
+from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
@@ -16,6 +17,7 @@ from mediamill.api.services import (
     json_response,
     known_parameters,
     parse_body,
+    path_word,
     services,
 )
 from mediamill.config import QUEUES
@@ -32,6 +34,51 @@ class Cap(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     concurrency: int | None = Field(ge=1, le=1_000_000)
+
+
+class QueueBody(BaseModel):
+    """A queue as it is. `draining`: paused, and its last jobs still run."""
+
+    queue: str
+    queued: int
+    processing: int
+    oldest_seconds: float
+    slots: int
+    paused: bool
+    draining: bool
+    concurrency: int | None
+
+
+class OneQueue(QueueBody):
+    schema_version: Literal[1]
+
+
+class QueuesBody(BaseModel):
+    """Every queue."""
+
+    schema_version: Literal[1]
+    data: list[QueueBody]
+
+
+class WorkerBody(BaseModel):
+    """A worker that was seen lately."""
+
+    id: str
+    host: str
+    pid: int
+    version: str
+    slots: dict[str, int]
+    sandbox: str | None
+    started_at: datetime
+    seen_at: datetime
+    draining: bool
+
+
+class WorkersBody(BaseModel):
+    """The oldest first."""
+
+    schema_version: Literal[1]
+    data: list[WorkerBody]
 
 
 async def list_queues(request: Request) -> Response:
@@ -91,7 +138,7 @@ async def drain_worker(request: Request) -> Response:
     """Ask a worker to finish what it runs and leave."""
     await caller(request, "operate")
     known_parameters(request)
-    name = request.path_params["worker"]
+    name = path_word(request, "worker")
     async with db.transaction(services(request).pool) as connection:
         if not await installation.request_drain(connection, name):
             raise Refused(Code.NOT_FOUND)

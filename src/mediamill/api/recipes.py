@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -55,13 +57,28 @@ class RecipeBody(BaseModel):
     recipe: dict[str, Any]
 
 
+class RecipesBody(BaseModel):
+    """The newest version of each."""
+
+    schema_version: Literal[1]
+    data: list[RecipeBody]
+
+
+def _named_or_whole(value: Any) -> Any:
+    if not isinstance(value, str | dict):
+        raise PydanticCustomError("recipe", "must be the name of a recipe, or a recipe")
+    return value
+
+
 class DryRun(BaseModel):
     """A media that is here, and a recipe: by name, or as data that you are still writing."""
 
     model_config = ConfigDict(extra="forbid")
 
     media_id: str = Field(max_length=64)
-    recipe: str | Recipe
+    recipe: Annotated[str | dict[str, Any], BeforeValidator(_named_or_whole)] = Field(
+        description="As `validate` takes it, if it is not a name."
+    )
     version: int | None = Field(
         default=None, ge=1, description="Of a recipe that is named; default: the newest."
     )
@@ -188,8 +205,22 @@ async def dry_run(request: Request) -> Response:
 
 
 def _meant(wanted: DryRun, folder: Path | None) -> Recipe:
-    if isinstance(wanted.recipe, Recipe):
-        return wanted.recipe
+    if not isinstance(wanted.recipe, str):
+        written, faults = recipes.check(json.dumps(wanted.recipe).encode(), folder)
+        if written is None:
+            raise Refused(
+                Code.INVALID_REQUEST,
+                f"The recipe has {len(faults)} fault(s).",
+                errors=[
+                    {
+                        "pointer": f"/recipe{recipes.pointer(f['loc'])}",
+                        "code": f["type"],
+                        "detail": f["msg"],
+                    }
+                    for f in faults
+                ],
+            )
+        return written
     found = recipes.find(wanted.recipe, wanted.version, folder=folder)
     if found is None:
         raise _fault("/recipe", "is not known in this version" if wanted.version else "is unknown")

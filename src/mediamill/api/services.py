@@ -13,13 +13,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 from urllib.parse import urlencode
 from uuid import UUID
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESSIV
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import Response
@@ -131,6 +131,14 @@ def path_id(request: Request, prefix: str, name: str) -> UUID:
     """The id in the path. A malformed one is as unknown as one that does not exist."""
     value = ids.decode(prefix, request.path_params[name])
     if value is None:
+        raise Refused(Code.NOT_FOUND)
+    return value
+
+
+def path_word(request: Request, name: str) -> str:
+    """A word in the path. One that no row could hold is as unknown as one that does not exist."""
+    value: str = request.path_params[name]
+    if "\0" in value:
         raise Refused(Code.NOT_FOUND)
     return value
 
@@ -249,6 +257,67 @@ def known_parameters(request: Request, *names: str) -> None:
             f"Known here: {', '.join(names) or 'none'}.",
             errors=[{"parameter": name, "detail": "is not known"} for name in unknown],
         )
+
+
+class Failed(BaseModel):
+    """Why something failed."""
+
+    code: str
+    title: str
+    detail: str
+    advice: str
+    retryable: bool
+    limit: dict[str, Any] | None = Field(
+        default=None, description="What was allowed and what was seen."
+    )
+
+
+class OutputBody(BaseModel):
+    """How long one output took; those of one pass are made together and overlap."""
+
+    name: str
+    seconds: float
+
+
+class SegmentBody(BaseModel):
+    """A stretch of time; together they are the whole."""
+
+    name: str
+    start: datetime
+    end: datetime
+    seconds: float
+    attempt: int | None
+    worker: str | None
+    reason: str | None
+    outputs: list[OutputBody] = Field(description="What the last encode made; empty elsewhere.")
+
+
+class MoveBody(BaseModel):
+    """A logged change of state, or the beginning of a stage."""
+
+    model_config = ConfigDict(serialize_by_alias=True)
+
+    subject: str
+    job: str | None
+    from_: str | None = Field(alias="from")
+    to: str
+    stage: str | None
+    at: datetime
+    attempt: int | None
+    worker: str | None
+    reason: str | None
+
+
+class TimelineBody(BaseModel):
+    """Where the time went. The segments sum to the total."""
+
+    schema_version: Literal[1]
+    id: str
+    state: str
+    total_seconds: float
+    sentence: str
+    segments: list[SegmentBody]
+    moves: list[MoveBody]
 
 
 def shown_error(stored: dict[str, Any] | None) -> dict[str, Any] | None:

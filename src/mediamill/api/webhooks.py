@@ -168,6 +168,51 @@ class DeliveryBody(BaseModel):
     finished_at: datetime | None
 
 
+class EndpointPage(BaseModel):
+    """Newest first."""
+
+    schema_version: Literal[1]
+    data: list[EndpointBody]
+    next_cursor: str | None
+
+
+class RotatedBody(NewEndpointBody):
+    old_secret_until: datetime | None = Field(description="Until then the old one signs too.")
+
+
+class TriedBody(BaseModel):
+    """One attempt at a delivery."""
+
+    attempt: int
+    at: datetime
+    duration_ms: float
+    timings: dict[str, float | None]
+    status: int | None
+    response: str | None = Field(description="Its first bytes.")
+    failure: str | None = Field(description="Why there was no good answer.")
+
+
+class FullDelivery(DeliveryBody):
+    """A delivery with what was sent and every attempt."""
+
+    url: str
+    body: str | None
+    attempts: list[TriedBody]
+
+
+class DeliveryPage(BaseModel):
+    """Newest first."""
+
+    schema_version: Literal[1]
+    data: list[DeliveryBody]
+    next_cursor: str | None
+
+
+class RecoveredBody(BaseModel):
+    schema_version: Literal[1]
+    recovered: int
+
+
 async def create_endpoint(request: Request) -> Response:
     """Register an endpoint. Its address is checked now and before each delivery."""
     sender = await caller(request, "webhooks:manage")
