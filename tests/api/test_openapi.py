@@ -189,7 +189,7 @@ async def test_every_list_fits_its_schema(api: Api) -> None:
     await api.ready()
     async with db.transaction(api.pool) as connection:
         wanted = webhooks.Wanted("http://127.0.0.1:9/")
-        await webhooks.add(connection, api.tenant, wanted, origin="-", most=10)
+        await webhooks.add(connection, api.tenant, wanted, origin="-", most=10, vault=Vault())
         await installation.register_worker(
             connection, installation.worker_id(), version="1", slots={"image": 1}, sandbox="strong"
         )

@@ -162,25 +162,11 @@ def config_show(*, out: Out, origin: bool) -> None:
     found = settings()
     origins = configuration.origins()
     rows = (
-        Row(name=name, value=_shown(name, getattr(found, name)), origin=origins[name])
-        for name in sorted(type(found).model_fields)
+        Row(name=name, value="-" if value is None else str(value), origin=origins[name])
+        for name, value in config.shown(found).items()
     )
     columns = {"setting": lambda r: r["name"], "value": lambda r: r["value"]}
     out.many(rows, columns | ({"from": lambda r: r["origin"]} if origin else {}))
-
-
-def _shown(name: str, value: Any) -> str:
-    from urllib.parse import urlsplit
-
-    if value is None:
-        return "-"
-    if "secret" in name or "password" in name or "token" in name:
-        return "***"
-    text = str(value)
-    parts = urlsplit(text) if "://" in text else None
-    if parts is not None and parts.password:
-        return text.replace(f":{parts.password}@", ":***@")
-    return text
 
 
 @click.command()
