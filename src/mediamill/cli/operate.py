@@ -163,7 +163,7 @@ def config_show(*, out: Out, origin: bool) -> None:
     origins = configuration.origins()
     rows = (
         Row(name=name, value="-" if value is None else str(value), origin=origins[name])
-        for name, value in config.shown(found).items()
+        for name, value in configuration.shown(found).items()
     )
     columns = {"setting": lambda r: r["name"], "value": lambda r: r["value"]}
     out.many(rows, columns | ({"from": lambda r: r["origin"]} if origin else {}))
