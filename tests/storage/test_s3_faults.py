@@ -98,7 +98,7 @@ async def test_a_long_fault_is_told_as_what_it_is_and_in_time(
     with pytest.raises(Failure) as caught:
         await CALLS[call](store, tmp_path)
     assert caught.value.code is code
-    assert code.verdict is Verdict.TRANSIENT
+    assert code.verdict in (Verdict.TRANSIENT, Verdict.HELD)
     assert time.monotonic() - began < 30
     assert not (tmp_path / "f").exists()
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("tmp")] == []
