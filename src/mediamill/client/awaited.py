@@ -20,6 +20,7 @@ from mediamill.client.models import (
     Queue,
     Recipe,
     Replayed,
+    Slot,
     Timeline,
     Verdict,
     Worker,
@@ -124,6 +125,44 @@ class MediaCalls(_Part):
                 state_file=None if resume_from is None else Path(resume_from),
                 on_progress=on_progress,
             )
+        )
+
+    async def open(
+        self,
+        *,
+        size: int | None = None,
+        max_size: int | None = None,
+        recipe: str = "web",
+        recipe_version: int | None = None,
+        filename: str | None = None,
+        content_type: str | None = None,
+        sha256: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        ttl_seconds: float | None = None,
+        callback_url: str | None = None,
+    ) -> Slot:
+        """A slot for somebody else to fill, such as a browser: `upload` is what it sends. Of an
+        exact `size`, or with `max_size` a form, where the storage takes forms; then `complete` it.
+        """
+        wanted = {
+            "size": size,
+            "max_size": max_size,
+            "recipe": recipe,
+            "recipe_version": recipe_version,
+            "filename": filename,
+            "content_type": content_type,
+            "sha256": sha256,
+            "metadata": dict(metadata or {}),
+            "ttl_seconds": ttl_seconds,
+            "callback_url": callback_url,
+        }
+        given = {k: v for k, v in wanted.items() if v is not None}
+        return await self._driver.run(self._call.one(Slot, "POST", "/v1/media", json=given))
+
+    async def complete(self, media: str | Media) -> Media:
+        """Say that a slot was filled; it is queued. Safe to repeat."""
+        return await self._driver.run(
+            self._call.one(Media, "POST", path("media", media, "complete"))
         )
 
     async def get(self, media: str | Media) -> Media:

@@ -96,6 +96,23 @@ class Media(MediaItem):
     links: dict[str, str] = {}
 
 
+class Upload(Model):
+    """The request that fills a slot: a PUT of the file with these headers, or a POST of these
+    fields and then the file, as multipart/form-data under the name `file`."""
+
+    method: str
+    url: str
+    headers: dict[str, str] = {}
+    fields: dict[str, str] = {}
+    expires_at: datetime
+
+
+class Slot(Media):
+    """A media whose file is still to come."""
+
+    upload: Upload
+
+
 class Attempt(Model):
     """One run of a job; `log_tail` and `commands` are there for a dead letter read by itself."""
 
