@@ -15,7 +15,7 @@ from tests.storage.seaweed import Seaweed
 from tests.storage.test_s3 import INSTALLATION, new_bucket
 
 from mediamill.failures import Code, Failure, Verdict
-from mediamill.storage import bucket
+from mediamill.storage import Storage, bucket
 from mediamill.storage.s3 import S3Storage, open_s3
 
 pytestmark = [pytest.mark.anyio, pytest.mark.long, pytest.mark.timeout(120)]
@@ -36,7 +36,7 @@ async def faulty(s3_server: Seaweed, monkeypatch: pytest.MonkeyPatch) -> AsyncIt
         await store.close()
 
 
-async def everything(store: S3Storage, folder: Path, name: str) -> None:
+async def everything(store: Storage, folder: Path, name: str) -> None:
     """Every operation once, on keys of its own."""
     key = f"uploads/t/{name}"
     stored = await store.put(f"{key}/a", write(folder, b"content"))
@@ -51,7 +51,8 @@ async def everything(store: S3Storage, folder: Path, name: str) -> None:
     assert await store.list_parts(f"{key}/c", upload) == [part]
     await store.complete_parts(f"{key}/c", upload, [part], size=4)
     assert await store.list(key) == ["a", "b", "c"]
-    assert await store.delete(key) == 3
+    assert await store.delete(key) <= 3  # a deletion that is asked for twice finds nothing then
+    assert await store.list(key) == []
 
 
 @pytest.mark.parametrize("fault", ["slow_down", "refused"])
@@ -71,7 +72,7 @@ async def test_every_operation_outlasts_a_short_fault(
     assert sum(1 for _, met in proxy.seen if met == fault) >= 8
 
 
-CALLS: dict[str, Callable[[S3Storage, Path], Awaitable[object]]] = {
+CALLS: dict[str, Callable[[Storage, Path], Awaitable[object]]] = {
     "stat": lambda store, _: store.stat("uploads/t/there"),
     "put": lambda store, folder: store.put("uploads/t/new", write(folder, b"x")),
     "fetch": lambda store, folder: store.fetch("uploads/t/there", '"x"', folder / "f"),
