@@ -462,6 +462,33 @@ async def test_lost_answers_make_nothing_twice(served: Served) -> None:
     assert network.seen.count("POST /v1/media") == 2
 
 
+async def test_a_slot_is_opened_for_somebody_else_to_fill(served: Served) -> None:
+    def work() -> None:
+        with _client(served) as client:
+            slot = client.media.open(size=8, content_type="image/jpeg", metadata={"a": 1})
+            assert (slot.state, slot.upload.method, slot.upload.fields) == (
+                "awaiting_upload",
+                "PUT",
+                {},
+            )
+            with pytest.raises(Conflict):
+                client.media.complete(slot)
+            upload = slot.upload
+            sent = httpx.put(upload.url, headers=upload.headers, content=b"\xff\xd8\xff\xe0 abc")
+            assert sent.status_code == 200
+            assert client.media.complete(slot).state == "queued"
+            assert client.media.complete(slot.id).metadata == {"a": 1}
+            with pytest.raises(InvalidRequest, match="no form"):
+                client.media.open(max_size=8)
+
+    await asyncio.to_thread(work)
+    async with AsyncClient(served.url, served.api.token) as client:
+        slot = await client.media.open(size=8, filename="a.png")
+        assert slot.upload.headers["Content-Type"] == "image/png"
+        with pytest.raises(Conflict):
+            await client.media.complete(slot)
+
+
 class OneCreation(httpx.HTTPTransport):
     """A storage that answers a second write as one that its signature does not grant; the answer
     to the first is lost if `stores`, else nothing is stored at all."""

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mediamill.failures import Verdict
-from mediamill.retry import CAP_SECONDS, Fail, Retry, backoff, decide
+from mediamill.retry import CAP_SECONDS, HOLD_SECONDS, Decision, Fail, Hold, Retry, backoff, decide
 
 unhurried = settings(deadline=None)
 
@@ -55,7 +55,7 @@ def test_a_permanent_failure_is_final_at_once(
 
 @unhurried
 @given(
-    st.lists(st.sampled_from(list(Verdict)), min_size=30, max_size=30),
+    st.lists(st.sampled_from(sorted({*Verdict} - {Verdict.HELD})), min_size=30, max_size=30),
     st.integers(1, 30),
     st.integers(1, 30),
 )
@@ -84,8 +84,25 @@ def test_attempts_and_crashes_never_exceed_their_caps(
     raise AssertionError("it never ended")
 
 
+@unhurried
+@given(st.integers(1, 100), st.integers(0, 100), st.integers(0, 100))
+def test_what_an_operator_has_to_mend_buries_no_job(
+    attempt: int, crashes: int, resource: int
+) -> None:
+    decision = decide(
+        Verdict.HELD,
+        attempt=attempt,
+        max_attempts=1,
+        crashes=crashes,
+        max_crashes=1,
+        resource_failures=resource,
+    )
+    assert isinstance(decision, Hold)
+    assert HOLD_SECONDS / 2 <= decision.delay_seconds <= HOLD_SECONDS
+
+
 def test_the_resource_class_gets_one_more_attempt() -> None:
-    def after(failures: int) -> Retry | Fail:
+    def after(failures: int) -> Decision:
         return decide(
             Verdict.RESOURCE,
             attempt=failures,
@@ -101,7 +118,7 @@ def test_the_resource_class_gets_one_more_attempt() -> None:
 
 
 def test_the_third_death_is_final_and_the_others_wait_no_longer_than_their_lease_did() -> None:
-    def after(crashes: int) -> Retry | Fail:
+    def after(crashes: int) -> Decision:
         return decide(
             Verdict.CRASH,
             attempt=crashes,

@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -56,6 +56,21 @@ _PROGRESS_SECONDS: Final = 1.0
 _COMPLETIONS: Final = 50
 
 
+@dataclass(slots=True)
+class Gate:
+    """Shut for a while after the storage refused our credentials; nothing that needs it is begun
+    then."""
+
+    _until: float = float("-inf")
+
+    def shut(self) -> None:
+        self._until = time.monotonic() + retry.HOLD_SECONDS / 2
+
+    @property
+    def is_open(self) -> bool:
+        return time.monotonic() >= self._until
+
+
 @dataclass(frozen=True, slots=True)
 class Means:
     """What every attempt of a worker shares."""
@@ -70,6 +85,7 @@ class Means:
     leases: Leases
     handlers: Mapping[str, handlers.Handler]
     mill: Mill
+    gate: Gate = field(default_factory=Gate)
 
     @property
     def offer(self) -> list[Kind]:
@@ -221,6 +237,9 @@ class Attempt:
         except LeaseLost:
             return Stop.LOST
         except Failure as failure:
+            if failure.code is Code.STORAGE_AUTH:
+                self.log.warning("storage_refuses_us")
+                self._means.gate.shut()
             # A tool that was killed because of a stop may report a failure first.
             return self._stopped or failure
         except db.Unavailable:
@@ -682,8 +701,8 @@ async def settle_failure(
     outcome: str | None = None,
     record: jobs.Record = jobs.NO_RECORD,
 ) -> retry.Decision:
-    """Retry, fail or bury a job whose attempt failed, in the caller's transaction. Raises
-    LeaseLost."""
+    """Retry, hold back, fail or bury a job whose attempt failed, in the caller's transaction.
+    Raises LeaseLost."""
     verdict = problem.code.verdict
     crash, resource = verdict is Verdict.CRASH, verdict is Verdict.RESOURCE
     decision = retry.decide(
@@ -705,6 +724,17 @@ async def settle_failure(
                 delay_seconds=decision.delay_seconds,
                 crash=crash,
                 resource=resource,
+                record=record,
+            )
+        case retry.Hold():
+            await jobs.requeue(
+                connection,
+                claim,
+                reason=problem.code.code,
+                outcome=RELEASED,
+                problem=problem,
+                delay_seconds=decision.delay_seconds,
+                give_back_attempt=True,
                 record=record,
             )
         case retry.Fail():

@@ -25,6 +25,8 @@ class Verdict(StrEnum):
     """The attempt ran out of time, memory or disk; one more attempt, then final."""
     CRASH = "crash"
     """The worker died on it; counted apart, three deaths are final."""
+    HELD = "held"
+    """An operator has to mend something; the job waits until then, and nothing is counted."""
     PERMANENT = "permanent"
     """The input or the request is at fault; the same attempt would fail the same way."""
 
@@ -39,7 +41,13 @@ class Row:
     advice: str
 
 
-_T, _R, _C, _P = Verdict.TRANSIENT, Verdict.RESOURCE, Verdict.CRASH, Verdict.PERMANENT
+_T, _R, _C, _H, _P = (
+    Verdict.TRANSIENT,
+    Verdict.RESOURCE,
+    Verdict.CRASH,
+    Verdict.HELD,
+    Verdict.PERMANENT,
+)
 
 
 class Code(Enum):
@@ -185,11 +193,12 @@ class Code(Enum):
         "Nothing to do: it is tried again by itself.",
     )
     STORAGE_AUTH = Row(
-        _T,
+        _H,
         503,
         "Storage refused this installation's credentials.",
-        "Nothing is wrong with the file. An operator should look at the keys, the bucket's policy "
-        "and the clock: `mediamill storage doctor` says what is refused.",
+        "Nothing is wrong with the file, and it goes on by itself once they are accepted. An "
+        "operator should look at the keys, the bucket's policy and the clock: `mediamill storage "
+        "doctor` says what is refused.",
     )
     DATABASE_UNAVAILABLE = Row(
         _T,

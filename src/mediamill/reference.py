@@ -58,7 +58,8 @@ def failures() -> str:
             "",
             "*Verdict* says what the engine does about a failed attempt: `permanent` fails at "
             "once, `transient` is tried again with growing delays, `resource` once more, `crash` "
-            "counts the deaths of workers.",
+            "counts the deaths of workers, `held` waits until an operator has mended something and "
+            "counts nothing.",
             "",
             "| code | HTTP status | verdict | what it says | advice |",
             "|---|---|---|---|---|",

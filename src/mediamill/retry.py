@@ -12,11 +12,19 @@ from mediamill.failures import Verdict
 BASE_SECONDS: Final = 1.0
 CAP_SECONDS: Final = 60.0
 RESOURCE_RETRIES: Final = 1
+HOLD_SECONDS: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Retry:
     """Queue the job again, to run no earlier than `delay_seconds` from now."""
+
+    delay_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """The same, but the attempt does not count: nothing is wrong with the job."""
 
     delay_seconds: float
 
@@ -28,7 +36,7 @@ class Fail:
     dead_letter: bool
 
 
-Decision = Retry | Fail
+Decision = Retry | Hold | Fail
 
 
 def decide(
@@ -56,6 +64,8 @@ def decide(
             if crashes >= max_crashes or attempt >= max_attempts:
                 return Fail(dead_letter=True)
             return Retry(0.0)  # the lease already cost its time
+        case Verdict.HELD:
+            return Hold(uniform(0.5, 1.0) * HOLD_SECONDS)
         case Verdict.TRANSIENT:
             if attempt >= max_attempts:
                 return Fail(dead_letter=True)

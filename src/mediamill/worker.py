@@ -31,6 +31,7 @@ from mediamill.sandbox import clear
 
 log = structlog.get_logger()
 
+_NEEDS_STORAGE: Final = frozenset({"image", "video", "audio"})
 _POLL_SECONDS: Final = 1.0
 _SEEN_SECONDS: Final = 5.0
 _CONTROL_SECONDS: Final = 1.0
@@ -175,8 +176,10 @@ class Worker:
         return {place: most for place, most in lanes.items() if most > 0}
 
     async def _room(self, connection: db.Connection, free: Mapping[str, int]) -> dict[str, int]:
-        """The free slots, less what is paused or capped over the whole fleet."""
-        room = {q: n for q, n in free.items() if not self._control(q).paused}
+        """The free slots, less what is paused, capped over the whole fleet, or not worth beginning
+        while the storage refuses us."""
+        shut = frozenset() if self._means.gate.is_open else _NEEDS_STORAGE
+        room = {q: n for q, n in free.items() if q not in shut and not self._control(q).paused}
         for name in sorted(room):  # in one order, so that two workers never wait for each other
             cap = self._control(name).concurrency
             if cap is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from tests.api.conftest import Api, make_api
 
 from mediamill import db, ids, installation
 from mediamill.config import QUEUES
+from mediamill.failures import Code, Failure
 
 pytestmark = pytest.mark.anyio
 
@@ -68,6 +70,38 @@ async def test_it_is_not_ready_on_an_older_schema(database: str, tmp_path: Path)
         answer = await api.client.get("/readyz")
         assert answer.status_code == 503
         assert answer.json()["checks"]["database"]["status"] == "MigrationError"
+
+
+class Refusing:
+    """A storage that refuses our credentials, or with `seconds` does not answer for so long."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.asked = 0
+        self._seconds = seconds
+
+    async def stat(self, _key: str) -> None:
+        self.asked += 1
+        await asyncio.sleep(self._seconds)
+        raise Failure(Code.STORAGE_AUTH)
+
+
+async def test_the_storage_is_asked_now_and_then_and_takes_nobody_out_of_service(
+    shared_database: str, tmp_path: Path
+) -> None:
+    async with make_api(shared_database, tmp_path) as api:
+        answer = await api.client.get("/readyz")
+        assert answer.json()["checks"]["storage"]["status"] == "ok"
+        for storage, said in (
+            (Refusing(), "storage_auth"),
+            (Refusing(seconds=30), "storage_unavailable"),
+        ):
+            api.app.state.storage_asked_at = float("-inf")
+            api.services.storage = storage  # type: ignore[assignment]
+            for _ in range(3):
+                answer = await api.client.get("/readyz")
+                assert (answer.status_code, answer.json()["status"]) == (200, "ok")
+                assert answer.json()["checks"]["storage"]["status"] == said
+            assert storage.asked == 1
 
 
 async def test_the_metrics_parse_and_count(database: str, tmp_path: Path) -> None:

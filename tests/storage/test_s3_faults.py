@@ -17,7 +17,7 @@ from tests.storage.test_s3 import INSTALLATION, new_bucket
 
 from mediamill.attempt import fetch_original
 from mediamill.failures import Code, Failure, Verdict
-from mediamill.storage import bucket
+from mediamill.storage import Storage, bucket
 from mediamill.storage.s3 import S3Storage, open_s3
 
 pytestmark = [pytest.mark.anyio, pytest.mark.long, pytest.mark.timeout(120)]
@@ -38,7 +38,7 @@ async def faulty(s3_server: Seaweed, monkeypatch: pytest.MonkeyPatch) -> AsyncIt
         await store.close()
 
 
-async def everything(store: S3Storage, folder: Path, name: str) -> None:
+async def everything(store: Storage, folder: Path, name: str) -> None:
     """Every operation once, on keys of its own."""
     key = f"uploads/t/{name}"
     stored = await store.put(f"{key}/a", write(folder, b"content"))
@@ -53,7 +53,8 @@ async def everything(store: S3Storage, folder: Path, name: str) -> None:
     assert await store.list_parts(f"{key}/c", upload) == [part]
     await store.complete_parts(f"{key}/c", upload, [part], size=4)
     assert await store.list(key) == ["a", "b", "c"]
-    assert await store.delete(key) == 3
+    assert await store.delete(key) <= 3  # a deletion that is asked for twice finds nothing then
+    assert await store.list(key) == []
 
 
 @pytest.mark.parametrize("fault", ["slow_down", "refused"])
@@ -73,7 +74,7 @@ async def test_every_operation_outlasts_a_short_fault(
     assert sum(1 for _, met in proxy.seen if met == fault) >= 8
 
 
-CALLS: dict[str, Callable[[S3Storage, Path], Awaitable[object]]] = {
+CALLS: dict[str, Callable[[Storage, Path], Awaitable[object]]] = {
     "stat": lambda store, _: store.stat("uploads/t/there"),
     "put": lambda store, folder: store.put("uploads/t/new", write(folder, b"x")),
     "fetch": lambda store, folder: store.fetch("uploads/t/there", '"x"', folder / "f"),
@@ -100,7 +101,7 @@ async def test_a_long_fault_is_told_as_what_it_is_and_in_time(
     with pytest.raises(Failure) as caught:
         await CALLS[call](store, tmp_path)
     assert caught.value.code is code
-    assert code.verdict is Verdict.TRANSIENT
+    assert code.verdict in (Verdict.TRANSIENT, Verdict.HELD)
     assert time.monotonic() - began < 30
     assert not (tmp_path / "f").exists()
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("tmp")] == []

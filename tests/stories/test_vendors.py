@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx2 as httpx
 import pytest
+from cryptography.hazmat.primitives.asymmetric import rsa
 from tests.storage.google import google
 from tests.stories.clips import Clips
 from tests.stories.conftest import Make
@@ -57,6 +59,53 @@ def test_a_bucket_of_google(make_platform: Make, clips: Clips, tmp_path: Path) -
         assert platform.put(slot, clips.photo).status_code == 200
         assert platform.put(slot, clips.photo).status_code == 412
         every_door(platform, slot, clips, tmp_path, played, bucket, f"{played.endpoint}/{bucket}")
+        platform.close()
+
+
+@pytest.mark.long
+def test_jobs_wait_until_the_storage_takes_our_credentials_again(
+    make_platform: Make, clips: Clips, tmp_path: Path
+) -> None:
+    """The account's key is exchanged at the vendor's, and comes back."""
+    with google(tmp_path) as played:
+        platform = make_platform(**played.settings(played.new_bucket()))
+        platform.start_api()
+        worker = platform.start_worker("image=2,maintenance=1")
+        with Client(platform.url, platform.key) as client:
+            client.queues.pause("image")
+            found = [platform.upload(clips.photo, f"{n}.jpg") for n in range(6)]
+            ours, played.key = played.key, rsa.generate_private_key(65537, 2048)
+            client.queues.resume("image")
+            until(
+                lambda: platform.rows(
+                    "SELECT 1 FROM transitions WHERE to_state = 'queued' AND code = 'storage_auth'"
+                ),
+                seconds=20,
+                why="no job was held back",
+            )
+            time.sleep(3)
+            (held,) = platform.rows(
+                "SELECT count(*) AS jobs, max(attempt) AS attempts, bool_or(dead_letter) AS dead,"
+                " bool_and(state = 'queued') AS queued FROM jobs"
+            )
+            assert tuple(held) == (6, 0, False, True)
+            # The worker does not go through all of them to be refused six times.
+            assert platform.value("SELECT count(*) FROM attempts") <= 3
+            assert "storage_refuses_us" in [event["event"] for event in worker.events()]
+            answer = platform.http.get("/readyz")
+            assert answer.status_code == 200
+            assert answer.json()["checks"]["storage"]["status"] == "storage_auth"
+            told = platform.rows(
+                "SELECT data FROM events WHERE type = 'media.queued'"
+                " AND data ->> 'reason' = 'storage_auth'"
+            )
+            assert told
+            slot = platform.open_slot(len(clips.photo), "late.jpg")
+            assert platform.complete(slot["id"]).json()["code"] == "storage_auth"
+            played.key = ours
+            for media_id in found:
+                platform.wait_for_state(media_id, "ready", seconds=90)
+                assert platform.main_job(media_id)["attempt"] == 1
         platform.close()
 
 

@@ -94,6 +94,8 @@ def create_app(services: Services) -> FastAPI:
     app.state.letters = inbox.Letters(maxlen=inbox.KEPT)
     app.state.metrics = Metrics()
     app.state.measured_at = float("-inf")
+    app.state.storage_asked_at = float("-inf")
+    app.state.storage_seen = {"status": "unknown"}
     for route in _ROUTES:
         _add(app, route)
     for path, endpoint, methods in _PLAIN:

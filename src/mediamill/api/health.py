@@ -15,10 +15,13 @@ from starlette.responses import Response
 from mediamill import controls, db, estimates, installation, tallies, webhooks
 from mediamill.api.services import json_response, services
 from mediamill.config import QUEUES
+from mediamill.failures import Code, Failure
 from mediamill.observability import Metrics
+from mediamill.storage import MARKER
 
 _SQL: Final = db.load("maintenance")
 _FRESH_SECONDS: Final = 5.0
+_STORAGE_SECONDS: Final = 1.0
 
 
 async def livez(_request: Request) -> Response:
@@ -28,7 +31,8 @@ async def livez(_request: Request) -> Response:
 
 async def readyz(request: Request) -> Response:
     """Requests can be served: the database answers with a schema that we know, and we are not
-    leaving."""
+    leaving. How the storage does is told, and takes no process out of service: all of them would
+    go at once, and what needs no storage with them."""
     here = services(request)
     began = time.perf_counter()
     checks: dict[str, Any] = {}
@@ -42,8 +46,28 @@ async def readyz(request: Request) -> Response:
     except (db.Unavailable, db.MigrationError, TimeoutError, asyncpg.PostgresError) as error:
         ready = False
         checks["database"] = {"status": type(error).__name__}
+    checks["storage"] = await _storage(request)
     body = {"status": "ok" if ready else "unavailable", "checks": checks}
     return json_response(body, 200 if ready else 503, {"Cache-Control": "no-store"})
+
+
+async def _storage(request: Request) -> dict[str, Any]:
+    """How the storage answers a question for one small object, asked every few seconds at most."""
+    state = request.app.state
+    now = time.monotonic()
+    if now - state.storage_asked_at > _FRESH_SECONDS:
+        state.storage_asked_at = now
+        try:
+            async with asyncio.timeout(_STORAGE_SECONDS):
+                await services(request).storage.stat(MARKER)
+            found = {"status": "ok", "ms": round(1000 * (time.monotonic() - now), 1)}
+        except Failure as failure:
+            found = {"status": failure.code.code}
+        except TimeoutError:
+            found = {"status": Code.STORAGE_UNAVAILABLE.code}
+        state.storage_seen = found
+    seen: dict[str, Any] = state.storage_seen
+    return seen
 
 
 async def metrics(request: Request) -> Response:

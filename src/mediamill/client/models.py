@@ -109,11 +109,13 @@ class Media(MediaItem):
 
 
 class Upload(Model):
-    """The one request that fills a slot: send exactly this, before `expires_at`."""
+    """The one request that fills a slot, before `expires_at`: a PUT of the file with these headers,
+    or a POST of these fields and then the file, as multipart/form-data under the name `file`."""
 
     method: str
     url: str
-    headers: dict[str, str]
+    headers: dict[str, str] = {}
+    fields: dict[str, str] = {}
     expires_at: datetime
 
 

@@ -20,6 +20,10 @@ MEDIA: Final = "media"
 """Published sets: media/<tenant>/<media>/<recipe>-v<version>/<set>/<name>"""
 
 
+MARKER: Final = "mediamill-storage"
+"""The object that names the installation to which a folder or bucket belongs."""
+
+
 class StorageRefused(Exception):
     """This storage does not belong to this installation, or cannot be used; the message says
     why."""

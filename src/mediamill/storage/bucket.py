@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 from mediamill.failures import Code, Failure
 from mediamill.storage import (
+    MARKER,
     AlreadyStored,
     Part,
     PartReceiver,
@@ -53,8 +54,6 @@ from mediamill.storage import (
 
 T = TypeVar("T")
 
-MARKER: Final = "mediamill-storage"
-"""The object that names the installation to which a bucket belongs."""
 _PROBED: Final = "uploads/mediamill-probe"
 BINARY: Final = "application/octet-stream"
 _OWN_SECONDS: Final = 900.0  # life of the requests that we sign for ourselves

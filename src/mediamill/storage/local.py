@@ -27,6 +27,7 @@ from uuid import UUID, uuid4
 from mediamill import signing
 from mediamill.failures import Code, Failure
 from mediamill.storage import (
+    MARKER,
     AlreadyStored,
     Part,
     PartReceiver,
@@ -39,7 +40,6 @@ from mediamill.storage import (
 
 T = TypeVar("T")
 
-_MARKER: Final = "mediamill-storage"
 _INCOMING: Final = ".incoming"
 _CHUNK: Final = 1 << 20
 _DATA: Final = "data"
@@ -504,13 +504,13 @@ def open_local(
     objects (`may_be_new` False), so that an unmounted disk or a mixed-up path never looks like an
     empty storage. Raises StorageRefused.
     """
-    marker = root / _MARKER
+    marker = root / MARKER
     try:
         root.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not marker.exists():
             if any(name != _INCOMING for name in os.listdir(root)):
                 raise StorageRefused(
-                    f"{root} holds files but not Mediamill's marker {_MARKER!r}. Is it the right "
+                    f"{root} holds files but not Mediamill's marker {MARKER!r}. Is it the right "
                     "folder, and is its disk mounted?"
                 )
             if not may_be_new:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 from mediamill.config import Settings
 from mediamill.failures import Code, Failure
 from mediamill.storage import (
+    MARKER,
     AlreadyStored,
     Part,
     SignedForm,
@@ -43,7 +44,6 @@ from mediamill.storage import (
 )
 from mediamill.storage.bucket import (
     BINARY,
-    MARKER,
     TAKEN,
     Bucket,
     Kept,
