@@ -255,6 +255,8 @@ _VERDICTS: Final[dict[Verdict, str]] = {
     "been at fault; then it stays failed.",
     Verdict.CRASH: "Up to a limit. A job is tried again by itself until so many workers have died "
     "on it (`max_crashes`); then it is a dead letter, which can be replayed.",
+    Verdict.HELD: "By itself. The job waits until an operator has mended what is at fault, and no "
+    "attempt of it is counted.",
     Verdict.PERMANENT: "No. The same request or file will fail in the same way; change it first.",
 }
 

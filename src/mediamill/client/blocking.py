@@ -195,8 +195,9 @@ class MediaCalls(_Part):
 
     def open(
         self,
-        size: int,
+        size: int | None = None,
         *,
+        max_size: int | None = None,
         recipe: str = "web",
         recipe_version: int | None = None,
         filename: str | None = None,
@@ -207,12 +208,14 @@ class MediaCalls(_Part):
         callback_url: str | None = None,
     ) -> Slot:
         """A slot for a file of exactly so many bytes; `upload` is the one request that fills it.
+        With `max_size` instead it is a form for so many at most, where the storage takes forms.
 
         For what somebody else uploads, such as a browser: hand it `slot.upload`, and call
         `complete` when it says that it is done.
         """
         wanted = given(
             size=size,
+            max_size=max_size,
             recipe=recipe,
             recipe_version=recipe_version,
             filename=filename,
