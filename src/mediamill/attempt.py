@@ -24,6 +24,7 @@ from mediamill import (
     jobs,
     media,
     mill,
+    originals,
     recipes,
     retry,
     sandbox,
@@ -39,6 +40,7 @@ from mediamill.jobs import Claim
 from mediamill.lease import Leases, Stop
 from mediamill.media import Description, Original
 from mediamill.mill import Mill
+from mediamill.originals import Originals
 from mediamill.recipes import Recipe
 from mediamill.sandbox import Jail, Sandbox
 from mediamill.sidecars import Sidecar
@@ -63,6 +65,7 @@ class Means:
     settings: Settings
     pool: db.Pool
     storage: Storage
+    originals: Originals
     toolbox: Toolbox
     sandbox: Sandbox
     groups: ProcessGroups
@@ -163,6 +166,8 @@ class Attempt:
         self._written_at = 0.0
         self._writing: asyncio.Task[None] | None = None
         self._fetched: Path | None = None
+        self._reading: originals.Name | None = None
+        self._lingers = claim.parent_id is not None  # the next piece may be ours as well
         self._laid_out: tuple[str, str] | None = None
         self._original: Original | None = None
         self._recipe: Recipe | None = None
@@ -191,6 +196,7 @@ class Attempt:
             self._laid_out = None
             if isinstance(outcome, LaidOut):
                 await self._drop_pieces()
+            self._lingers = self._lingers or isinstance(outcome, Wait)
             failpoints.hit("attempt.settled")
             self.log.info(
                 "attempt_ended",
@@ -354,15 +360,12 @@ class Attempt:
 
     async def fetch(self) -> Path:
         if self._fetched is None:
-            folder = self._scratch / "in"
-            await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
-            path = folder / "original"
             original = self.original
             if original.object_version is None:
                 raise Failure(Code.SOURCE_MISSING)
-            digest = await self._means.storage.fetch(
-                original.upload_key, original.object_version, path
-            )
+            name = original.upload_key, original.object_version
+            path, digest = await self._means.originals.take(*name)
+            self._reading = name
             if original.sha256 is not None and original.sha256 != digest:
                 raise Failure(Code.CHECKSUM_MISMATCH)
             if original.sha256 is None and self.claim.role == "main":
@@ -621,6 +624,8 @@ class Attempt:
     async def _clean_up(self) -> None:
         self._means.groups.kill(owner(self.claim))
         self._means.groups.forget(owner(self.claim))
+        if self._reading is not None:
+            self._means.originals.leave(*self._reading, linger=self._lingers)
         if not self._left_files:
             return
         await asyncio.to_thread(sandbox.clear, self._scratch)
