@@ -85,7 +85,7 @@ def _read_outline(path: Path) -> None:
     with path.open("rb") as file:
         head = file.read(12)
         told = int.from_bytes(head[4:8], "little")
-        if head[:4] == b"RIFF" and head[8:] == b"WAVE" and size - 8 < told < 0xFFFFFF00:
+        if head[:4] == b"RIFF" and head[8:] in (b"WAVE", b"AVI ") and size - 8 < told < 0xFFFFFF00:
             raise Failure(
                 Code.TRUNCATED_INPUT, f"The file says {told + 8:,} bytes, but has {size:,}."
             )
