@@ -28,7 +28,17 @@ from tests.handlers.studio import Result, Studio
 
 from mediamill import sidecars
 from mediamill.failures import Code
-from mediamill.handlers import Child, Reroute, Wait, mp4, sound, video
+from mediamill.handlers import (
+    Child,
+    Done,
+    Reroute,
+    Wait,
+    mp4,
+    preview,
+    running,
+    sound,
+    video,
+)
 from mediamill.sidecars import Sidecar
 
 pytestmark = pytest.mark.anyio
@@ -952,3 +962,13 @@ async def test_a_file_tells_how_like_it_is(studio: Studio, films: Films) -> None
     source = films.make("sixty.mp4", picture="testsrc2=s=320x180:r=60", more=("-c:a", "aac"))
     done = await studio.handle(source, [MP4])
     assert done.info["outputs"]["video"]["likeness"] > 0.95
+
+
+async def test_a_preview_goes_before_encoders(studio: Studio, films: Films) -> None:
+    desk = studio.desk(films.make("plain.mp4", more=("-c:a", "aac")), {"video": [MP4]})
+    encoder = running.jail(desk, wall_seconds=1)
+    desk.claim = replace(desk.claim, role="preview")
+    assert running.jail(desk, wall_seconds=1).nice < encoder.nice
+    outcome = await preview.handle(desk)
+    assert outcome == Done(result={"preview": True})
+    assert desk.last("preview")["blurhash"]
