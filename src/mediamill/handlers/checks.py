@@ -19,6 +19,7 @@ SMALL: Final = f"scale={SMALL_SIDE}:{SMALL_SIDE}:flags=area,format=yuv420p"
 """What is compared is made small, so that it tells wrong frames and colors from coarse coding."""
 _LIKENESS: Final = 0.75
 _SOUND_FRAME: Final = 1024
+_TAIL_SECONDS: Final = 10.0
 _ROUNDING: Final = 0.002  # of two containers that count in milliseconds
 
 
@@ -33,15 +34,17 @@ async def probe_output(work: Work, path: Path, *, packets: bool = True) -> Media
     return probe.parse(finished.stdout, work.settings)
 
 
-async def tail(work: Work, path: Path, info: MediaInfo) -> probe.Tail:
-    """When picture and sound of a file end. Raises Failure."""
+async def tail(
+    work: Work, path: Path, info: MediaInfo, *, seconds: float = _TAIL_SECONDS
+) -> probe.Tail:
+    """When picture and sound of a file end, as far as its last `seconds` show it. Raises Failure
+    if it took too long."""
     found = probe.Tail(info)
-    await running.run(
-        work,
-        Command("ffprobe", probe.tail_args(info), path, f"end of {path.name}"),
-        running.jail(work, wall_seconds=120),
-        on_line=found.line,
-    )
+    confined = running.jail(work, wall_seconds=120)
+    command = Command("ffprobe", probe.tail_args(info, seconds), path, f"end of {path.name}")
+    finished = await work.run_tool(command, confined, on_line=found.line)
+    if finished.stopped_for is not None:
+        raise running.failure(finished, command, confined)
     return found
 
 
@@ -108,8 +111,10 @@ def apart(
 
     Raises Failure(OUTPUT_INVALID).
     """
-    if now is None or was is None:
+    if was is None:
         return
+    if now is None:
+        raise Failure(Code.OUTPUT_INVALID, f"{name}: it is not to be seen where it {where}s.")
     assert source.video is not None
     assert source.audio is not None
     frame = max(1 / (r or Fraction(25)) for r in (rate, source.video.frame_rate))

@@ -18,6 +18,7 @@ from mediamill.probe import MediaInfo
 from mediamill.tools import Command
 
 _SAMPLED_FRAMES: Final = 60
+_TAIL_SECONDS: Final = 5.0
 _MOST_INDEX_BYTES: Final = 64 << 20
 
 
@@ -48,7 +49,7 @@ async def look(work: Work) -> MediaInfo | Reroute:
     probe.check_duration(duration, work.settings)
     info = replace(info, duration_seconds=duration)
     if info.video is not None and info.audio is not None:
-        tail = await checks.tail(work, path, info)
+        tail = await checks.tail(work, path, info, seconds=_TAIL_SECONDS)
         info = replace(info, sound_after_picture=tail.sound_after_picture)
     if info.video is not None:
         info = replace(info, picture_seconds=seconds)
