@@ -1,11 +1,11 @@
 """Video: through the platform against bare ffmpeg, a ladder in one run against one run for each
 size, two pinned workers against one, what a killed worker costs, memory over length, honest
-progress.
+progress, and how soon a preview shows while every video slot is busy.
 
 Contenders of one part follow each other in the same run; compare within it.
 
     QUICK=1      short sources, for trying it out
-    ONLY=a,b     some parts of: bare, ladder, shared, killed, memory, progress
+    ONLY=a,b     some parts of: bare, ladder, shared, killed, memory, progress, preview
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,12 +38,13 @@ from mediamill.probe import MediaInfo
 from mediamill.recipes.video import HlsOutput
 
 QUICK: Final = bool(os.environ.get("QUICK"))
-PARTS: Final = ("bare", "ladder", "shared", "killed", "memory", "progress")
+PARTS: Final = ("bare", "ladder", "shared", "killed", "memory", "progress", "preview")
 BARE_SECONDS: Final = 10 if QUICK else 60
 BARE_SIZE: Final = "960x540" if QUICK else "1920x1080"
 SHARED_SECONDS: Final = 80 if QUICK else 300
 SHARED_SIZE: Final = "640x360" if QUICK else "1280x720"
 MEMORY_MINUTES: Final = (1, 5) if QUICK else (1, 60)
+PREVIEWS: Final = 20 if QUICK else 100
 _PATIENCE_SECONDS: Final = 3600.0
 _KIB: Final = 1024
 
@@ -242,6 +243,33 @@ def progress(here: Stand, report: Report) -> None:
     report.figure("progress: mean error", sum(errors) / len(errors), "of the whole")
 
 
+def preview(here: Stand, report: Report) -> None:
+    """From the answer to `complete` to the placeholder in the status, while the one video slot is
+    at work on something long, and then on the films before."""
+    busy = film(here, "shared.mp4", SHARED_SIZE, SHARED_SECONDS)
+    short = film(here, "short.mp4", "1280x720", 6)
+    told = []
+    with running(here, "image=2,video=1,maintenance=1"), _client(here) as client:
+        occupied = upload(here, busy, "single")
+        _await(client, occupied, lambda body: body["state"] == "processing")
+        _await(client, occupied, lambda body: body["preview"] is not None)
+        for _ in range(PREVIEWS):
+            media_id = upload(here, short, "single")
+            began = time.monotonic()
+            _await(client, media_id, lambda body: body["preview"] is not None)
+            told.append(time.monotonic() - began)
+        last = client.get(f"/v1/media/{media_id}").json()
+    assert last["job"]["state"] == "queued", "there was a free slot for its encode"
+    report.aim("preview: p50 after complete", harness.percentile(told, 0.5), most=1.0)
+    report.aim("preview: p99 after complete", harness.percentile(told, 0.99), most=3.0)
+
+
+def _await(client: httpx.Client, media_id: str, holds: Callable[[dict[str, Any]], bool]) -> None:
+    harness.wait_until(
+        lambda: holds(client.get(f"/v1/media/{media_id}").json()), seconds=120, pause_seconds=0.02
+    )
+
+
 _PARTS: Final = {
     "bare": against_bare,
     "ladder": one_run_against_four,
@@ -249,6 +277,7 @@ _PARTS: Final = {
     "killed": killed,
     "memory": memory,
     "progress": progress,
+    "preview": preview,
 }
 
 

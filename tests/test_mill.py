@@ -33,6 +33,7 @@ from mediamill.jobs import Claim
 from mediamill.lease import Leases, Stop
 from mediamill.maintenance import Maintenance
 from mediamill.mill import Child, Wait
+from mediamill.originals import Originals
 from mediamill.storage.local import open_local
 from mediamill.worker import Worker
 
@@ -87,6 +88,7 @@ class Crew:
                 settings=settings,
                 pool=pool,
                 storage=store,
+                originals=Originals(store, settings.scratch_dir),
                 toolbox=toolbox,
                 sandbox=confined,
                 groups=groups,

@@ -24,6 +24,7 @@ from mediamill import (
     jobs,
     media,
     mill,
+    originals,
     recipes,
     retry,
     sandbox,
@@ -39,6 +40,7 @@ from mediamill.jobs import Claim
 from mediamill.lease import Leases, Stop
 from mediamill.media import Description, Original
 from mediamill.mill import Mill
+from mediamill.originals import Originals
 from mediamill.recipes import Recipe
 from mediamill.sandbox import Jail, Sandbox
 from mediamill.sidecars import Sidecar
@@ -78,6 +80,7 @@ class Means:
     settings: Settings
     pool: db.Pool
     storage: Storage
+    originals: Originals
     toolbox: Toolbox
     sandbox: Sandbox
     groups: ProcessGroups
@@ -179,6 +182,8 @@ class Attempt:
         self._written_at = 0.0
         self._writing: asyncio.Task[None] | None = None
         self._fetched: Path | None = None
+        self._reading: originals.Name | None = None
+        self._lingers = claim.parent_id is not None  # the next piece may be ours as well
         self._laid_out: tuple[str, str] | None = None
         self._original: Original | None = None
         self._recipe: Recipe | None = None
@@ -207,6 +212,7 @@ class Attempt:
             self._laid_out = None
             if isinstance(outcome, LaidOut):
                 await self._drop_pieces()
+            self._lingers = self._lingers or isinstance(outcome, Wait)
             failpoints.hit("attempt.settled")
             self.log.info(
                 "attempt_ended",
@@ -373,19 +379,12 @@ class Attempt:
 
     async def fetch(self) -> Path:
         if self._fetched is None:
-            folder = self._scratch / "in"
-            await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
-            path = folder / "original"
             original = self.original
             if original.object_version is None:
                 raise Failure(Code.SOURCE_MISSING)
-            digest = await fetch_original(
-                self._means.storage,
-                original.upload_key,
-                original.object_version,
-                path,
-                sha256=original.sha256,
-            )
+            name = original.upload_key, original.object_version
+            path, digest = await self._means.originals.take(*name, sha256=original.sha256)
+            self._reading = name
             if original.sha256 is None and self.claim.role == "main":
                 await self.describe(Description(sha256=digest))
             self._fetched = path
@@ -642,6 +641,8 @@ class Attempt:
     async def _clean_up(self) -> None:
         self._means.groups.kill(owner(self.claim))
         self._means.groups.forget(owner(self.claim))
+        if self._reading is not None:
+            self._means.originals.leave(*self._reading, linger=self._lingers)
         if not self._left_files:
             return
         await asyncio.to_thread(sandbox.clear, self._scratch)
@@ -750,23 +751,3 @@ async def settle_failure(
                 record=record,
             )
     return decision
-
-
-async def fetch_original(
-    store: Storage, key: str, version: str, path: Path, *, sha256: str | None
-) -> str:
-    """Bring the original to `path` and return its digest.
-
-    Bytes with another digest than `sha256` are fetched once more: only when they come out the same
-    are they what is stored, and not a bit that fell over on the way. Raises Failure.
-    """
-    digest = await store.fetch(key, version, path)
-    if sha256 is None or digest == sha256:
-        return digest
-    path.unlink()
-    again = await store.fetch(key, version, path)
-    if again == digest:
-        raise Failure(Code.CHECKSUM_MISMATCH)
-    if again != sha256:
-        raise Failure(Code.STORAGE_UNAVAILABLE, "The storage gives other bytes each time.")
-    return again

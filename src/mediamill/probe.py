@@ -370,12 +370,9 @@ def key_frame_args(video: VideoStream) -> tuple[str, ...]:
     )
 
 
-_TAIL_SECONDS: Final = 5.0
-
-
-def tail_args(info: MediaInfo) -> tuple[str, ...]:
-    """ffprobe on the last seconds: stream, time and length of every packet."""
-    at = info.start_seconds + max((info.duration_seconds or 0.0) - _TAIL_SECONDS, 0.0)
+def tail_args(info: MediaInfo, seconds: float) -> tuple[str, ...]:
+    """ffprobe on the last `seconds`: stream, time and length of every packet."""
+    at = info.start_seconds + max((info.duration_seconds or 0.0) - seconds, 0.0)
     return (
         *("-hide_banner", "-loglevel", "error", *INPUT_GUARD),
         *(("-read_intervals", f"{at:.3f}%") if info.duration_seconds else ()),

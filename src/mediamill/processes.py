@@ -36,6 +36,7 @@ from mediamill.keys import Keychain
 from mediamill.lease import Leases, Stop
 from mediamill.maintenance import Maintenance
 from mediamill.mill import Mill
+from mediamill.originals import Originals
 from mediamill.sources import Fetcher
 from mediamill.storage import Storage
 from mediamill.storage.choice import open_storage
@@ -183,6 +184,7 @@ async def _serve_worker(settings: Settings, app: str | None) -> None:
             settings=settings,
             pool=pool,
             storage=store,
+            originals=Originals(store, scratch.path),
             toolbox=toolbox,
             sandbox=confined,
             groups=groups,

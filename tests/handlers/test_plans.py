@@ -14,7 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mediamill import probe
-from mediamill.handlers import film, mp4, picture, pieces, running, storyboard, streaming, tracks
+from mediamill.failures import Code, Failure
+from mediamill.handlers import (
+    checks,
+    film,
+    mp4,
+    picture,
+    pieces,
+    running,
+    storyboard,
+    streaming,
+    tracks,
+)
 from mediamill.handlers.running import Meter
 from mediamill.handlers.tracks import Grid
 from mediamill.probe import AudioStream, MediaInfo, VideoStream
@@ -327,3 +338,16 @@ def test_what_fails_first_ends_the_others() -> None:
     with pytest.raises(ValueError, match="bad"):
         asyncio.run(both())
     assert ended == ["slow"]
+
+
+def test_sound_and_picture_end_together_within_a_frame() -> None:
+    def check(now: float | None, was: float | None, rate: Fraction) -> None:
+        checks.apart("x", "end", now, was, source=INFO, rate=rate)
+
+    check(0.03, 0.0, Fraction(30))
+    check(7.0, None, Fraction(30))  # not known of the source
+    check(2.48, 2.5, Fraction(60))  # within a frame of sound
+    for now, was in ((0.08, 0.0), (-0.08, 0.0), (0.0, 0.5), (None, 0.0)):
+        with pytest.raises(Failure) as caught:
+            check(now, was, Fraction(60))
+        assert caught.value.code is Code.OUTPUT_INVALID

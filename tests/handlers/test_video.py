@@ -28,7 +28,17 @@ from tests.handlers.studio import Result, Studio
 
 from mediamill import sidecars
 from mediamill.failures import Code
-from mediamill.handlers import Child, Reroute, Wait, mp4, sound, video
+from mediamill.handlers import (
+    Child,
+    Done,
+    Reroute,
+    Wait,
+    mp4,
+    preview,
+    running,
+    sound,
+    video,
+)
 from mediamill.sidecars import Sidecar
 
 pytestmark = pytest.mark.anyio
@@ -749,65 +759,6 @@ def _cut(path: Path, target: Path, share: float) -> Path:
     return target
 
 
-async def test_broken_films_fail_with_their_own_reason(studio: Studio, films: Films) -> None:
-    folder = films.folder
-    back = films.make("back.mp4", more=("-c:a", "aac"))
-    front = films.make("front.mp4", more=("-c:a", "aac", "-movflags", "+faststart"))
-    matroska = films.make("whole.mkv")
-    data = front.read_bytes()
-    hole = bytearray(data)
-    middle = data.index(b"mdat") + (len(data) - data.index(b"mdat")) // 3
-    hole[middle : middle + len(data) // 4] = bytes(len(data) // 4)
-    locked = films.make(
-        "locked.mp4",
-        more=(
-            *("-encryption_scheme", "cenc-aes-ctr", "-encryption_key", "00" * 16),
-            *("-encryption_kid", "11" * 16),
-        ),
-    )
-    (folder / "hole.mp4").write_bytes(hole)
-    written: dict[str, bytes] = {
-        "random": bytes(range(256)) * 64,
-        "text": b"hello\n" * 100,
-        "ftyp": data[:32],
-        "apv1": back.read_bytes().replace(b"avc1", b"apv1"),
-        "playlist": b"#EXTM3U\n#EXTINF:1,\n/etc/passwd\n",
-        "concat": b"ffconcat version 1.0\nfile /etc/passwd\n",
-        "sdp": b"v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nm=video 9 RTP/AVP 96\n",
-        "pdf": b"%PDF-1.7\n" + b"0" * 500,
-        "elf": b"\x7fELF" + bytes(600),
-        "zip": b"PK\x03\x04" + bytes(600),
-        "html": b"<!doctype html><html><script>alert(1)</script></html>",
-    }
-    for name, content in written.items():
-        (folder / name).write_bytes(content)
-    cases: list[tuple[Path, set[Code]]] = [
-        (folder / "random", {Code.UNSUPPORTED_FORMAT}),
-        (folder / "text", {Code.UNSUPPORTED_FORMAT}),
-        (folder / "pdf", {Code.UNSUPPORTED_FORMAT}),
-        (folder / "elf", {Code.UNSUPPORTED_FORMAT}),
-        (folder / "zip", {Code.UNSUPPORTED_FORMAT}),
-        (folder / "html", {Code.UNSUPPORTED_FORMAT}),
-        (folder / "ftyp", {Code.CORRUPT_INPUT, Code.TRUNCATED_INPUT}),
-        (folder / "apv1", {Code.UNSUPPORTED_CODEC}),
-        (folder / "playlist", {Code.UNSAFE_CONTENT}),
-        (folder / "concat", {Code.UNSAFE_CONTENT}),
-        (folder / "sdp", {Code.UNSAFE_CONTENT, Code.UNSUPPORTED_FORMAT}),
-        (_cut(back, folder / "cut-back.mp4", 0.9), {Code.TRUNCATED_INPUT}),
-        (_cut(front, folder / "cut-front.mp4", 0.6), {Code.TRUNCATED_INPUT}),
-        (_cut(matroska, folder / "cut.mkv", 0.6), {Code.TRUNCATED_INPUT}),
-        (locked, {Code.DRM_ENCRYPTED}),
-        (folder / "hole.mp4", {Code.CORRUPT_INPUT}),
-    ]
-    for source, codes in cases:
-        failure = await studio.failure(source, [MP4, HLS])
-        assert failure.code in codes, (source.name, failure)
-        assert failure.code.verdict.value == "permanent", source.name
-        assert failure.code.title
-    failure = await studio.failure(folder / "apv1", [MP4])
-    assert "apv1" in (failure.problem.detail or "")
-
-
 async def test_a_little_damage_is_told_and_does_not_fail(studio: Studio, films: Films) -> None:
     source = films.make("long.mp4", seconds=8, more=("-c:a", "aac", "-g", "25"))
     data = bytearray(source.read_bytes())
@@ -1011,3 +962,13 @@ async def test_a_file_tells_how_like_it_is(studio: Studio, films: Films) -> None
     source = films.make("sixty.mp4", picture="testsrc2=s=320x180:r=60", more=("-c:a", "aac"))
     done = await studio.handle(source, [MP4])
     assert done.info["outputs"]["video"]["likeness"] > 0.95
+
+
+async def test_a_preview_goes_before_encoders(studio: Studio, films: Films) -> None:
+    desk = studio.desk(films.make("plain.mp4", more=("-c:a", "aac")), {"video": [MP4]})
+    encoder = running.jail(desk, wall_seconds=1)
+    desk.claim = replace(desk.claim, role="preview")
+    assert running.jail(desk, wall_seconds=1).nice < encoder.nice
+    outcome = await preview.handle(desk)
+    assert outcome == Done(result={"preview": True})
+    assert desk.last("preview")["blurhash"]

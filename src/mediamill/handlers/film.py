@@ -182,15 +182,13 @@ async def check_tracks(
     """Whole tracks lie on the grid and look like the original. Raises Failure."""
     grid = film.grid
 
-    async def check(track: Track) -> None:
-        count = await tracks.verify(work, work.out / track.file, grid)
-        made.frames[track.stem] = count
-        # They come from one decode: what is wrong with the source's frames shows in any of them.
-        places = (0.1, 0.5, 0.9) if track in (some[0], some[-1]) else (0.5,)
-        likeness = await tracks.compare(work, info, grid, track, count, places=places)
-        made.likeness[track.stem] = round(likeness, 4)
+    async def check(track: Track) -> int:
+        return await tracks.verify(work, work.out / track.file, grid)
 
-    await running.together(*(check(track) for track in some))
+    counts = await running.together(*(check(track) for track in some))
+    made.frames |= {track.stem: count for track, count in zip(some, counts, strict=True)}
+    found = await tracks.compare(work, info, grid, some, min(counts), places=(0.1, 0.5, 0.9))
+    made.likeness |= {stem: round(score, 4) for stem, score in found.items()}
 
 
 async def make_alone(

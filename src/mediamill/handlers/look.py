@@ -18,6 +18,7 @@ from mediamill.probe import MediaInfo
 from mediamill.tools import Command
 
 _SAMPLED_FRAMES: Final = 60
+_TAIL_SECONDS: Final = 5.0
 _MOST_INDEX_BYTES: Final = 64 << 20
 
 
@@ -48,7 +49,7 @@ async def look(work: Work) -> MediaInfo | Reroute:
     probe.check_duration(duration, work.settings)
     info = replace(info, duration_seconds=duration)
     if info.video is not None and info.audio is not None:
-        tail = await checks.tail(work, path, info)
+        tail = await checks.tail(work, path, info, seconds=_TAIL_SECONDS)
         info = replace(info, sound_after_picture=tail.sound_after_picture)
     if info.video is not None:
         info = replace(info, picture_seconds=seconds)
@@ -85,7 +86,7 @@ def _read_outline(path: Path) -> None:
     with path.open("rb") as file:
         head = file.read(12)
         told = int.from_bytes(head[4:8], "little")
-        if head[:4] == b"RIFF" and head[8:] == b"WAVE" and size - 8 < told < 0xFFFFFF00:
+        if head[:4] == b"RIFF" and head[8:] in (b"WAVE", b"AVI ") and size - 8 < told < 0xFFFFFF00:
             raise Failure(
                 Code.TRUNCATED_INPUT, f"The file says {told + 8:,} bytes, but has {size:,}."
             )

@@ -191,7 +191,7 @@ async def verify(
         await checks.hold_together(work, path, found, info, damaged=damaged)
     expect(checks.index_in_front(path), "its index is not in front")
     if not decoded:
-        await checks.decode(work, path, length)
+        await checks.decode(work, path, length, picture=True)
     return Output(
         path.name,
         path,
@@ -231,7 +231,7 @@ async def _likeness(work: Work, info: MediaInfo, made: Coding, path: Path, *, at
     seek = ("-ss", f"{at:.3f}") if at > 0 else ()
     graph = (
         f"[0:{video.index}]{','.join((*source, checks.SMALL))}[s];[1:v]{checks.SMALL}[o];"
-        "[s][o]ssim=ts_sync_mode=nearest[d]"
+        "[s][o]ssim@0=ts_sync_mode=nearest[d]"
     )
     args = (
         *("-hide_banner", "-nostdin", "-loglevel", "info", "-nostats"),
@@ -239,4 +239,5 @@ async def _likeness(work: Work, info: MediaInfo, made: Coding, path: Path, *, at
         *(*seek, *running.OWN_INPUT, "-i", path.name, "-filter_complex", graph),
         *("-map", "[d]", "-frames:v", str(_COMPARED_FRAMES), "-f", "null", "-"),
     )
-    return await checks.likeness(work, args, f"compare {path.name} at {at:.1f} s")
+    (found,) = await checks.likeness(work, args, 1, f"compare {path.name} at {at:.1f} s")
+    return found

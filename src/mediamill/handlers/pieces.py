@@ -117,7 +117,7 @@ async def handle(work: Work) -> Outcome:
         slack = 0 if after is not None else film.slack(grid)
         await tracks.verify(work, path, grid, frames=end - first, slack=slack)
         # Here and not where they are joined, so that this is shared as well.
-        await checks.decode(work, path, grid.seconds(end - first))
+        await checks.decode(work, path, grid.seconds(end - first), picture=True)
         files[track.stem] = _shown(await work.keep(path))
     return Done(
         result={"first": first, "after": after, "grid": grid.as_dict(), "files": files,

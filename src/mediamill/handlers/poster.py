@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from mediamill import probe
 from mediamill.failures import Code, Failure
@@ -13,6 +14,14 @@ from mediamill.recipes.video import PosterOutput
 from mediamill.tools import Command
 
 _DARK: Final = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Still:
+    """A frame as PNG in scratch, and its placeholder."""
+
+    path: Path
+    preview: dict[str, Any]
 
 
 def plan_still(
@@ -38,8 +47,10 @@ async def make(work: Work, wanted: PosterOutput, info: MediaInfo) -> Output:
     assert video is not None
     path = await work.fetch()
     width, height = picture.still_size(video, wanted.short_side)
-    png = await take(work, path, info, width, height, name=wanted.name)
-    return await as_jpeg(work, png, wanted.name, width=width, height=height, quality=wanted.quality)
+    still = await take(work, path, info, width, height, name=wanted.name)
+    return await as_jpeg(
+        work, still.path, wanted.name, width=width, height=height, quality=wanted.quality
+    )
 
 
 async def as_jpeg(
@@ -67,13 +78,13 @@ async def take(
     *,
     name: str,
     frames: int = 100,
-) -> Path:
+) -> Still:
     """A good frame as PNG. Looks in from the beginning, then later if that was dark: a dark one is
     only taken when there is no better."""
     video = info.video
     assert video is not None
     duration = info.duration_seconds or 0.0
-    best: tuple[float, Path] | None = None
+    best: tuple[float, Still] | None = None
     for number, at in enumerate((duration * 0.1 if duration > 20 else 0.0, duration * 0.5)):
         target = work.out / f"{name}.{number}.png"
         args = plan_still(video, width, height, target.name, at=at, frames=frames)
@@ -87,9 +98,10 @@ async def take(
             if best is None and finished.returncode != 0:
                 raise running.failure(finished, command, confined)
             break
-        light = _brightness((await stills.preview(work, target))["average_color"])
+        still = Still(target, await stills.preview(work, target))
+        light = _brightness(still.preview["average_color"])
         if best is None or light > best[0]:
-            best = light, target
+            best = light, still
         if light >= _DARK:
             break
     if best is None:

@@ -3,7 +3,7 @@ waits."""
 
 from __future__ import annotations
 
-from mediamill.handlers import Done, Outcome, Work, look, picture, poster, stills
+from mediamill.handlers import Done, Outcome, Work, look, picture, poster
 from mediamill.media import Description
 from mediamill.probe import MediaInfo
 
@@ -21,7 +21,7 @@ async def handle(work: Work) -> Outcome:
     await work.enter("preview")
     still = await poster.take(work, path, info, width, height, name="preview", frames=_FRAMES)
     await work.show_preview(
-        await stills.preview(work, still),
+        still.preview,
         Description(
             width=info.video.width,
             height=info.video.height,

@@ -17,6 +17,8 @@ from mediamill.tools import Command, Finished
 T = TypeVar("T")
 
 STALL_SECONDS: Final = 120.0
+_NICE: Final = 10
+_PREVIEW_NICE: Final = 2
 QUIET: Final = ("-hide_banner", "-nostdin", "-loglevel", "warning", "-y")
 # More of it than that must decode; some errors are common in recordings, and told as a warning.
 TOLERANT: Final = ("-max_error_rate", "0.1")
@@ -127,6 +129,8 @@ def jail(
             scratch_bytes=scratch_bytes,
         ),
         write=(work.out,) if write else (),
+        # Short, and somebody looks at a page that is still empty: before the encoders.
+        nice=_PREVIEW_NICE if work.claim.role == "preview" else _NICE,
     )
 
 

@@ -308,7 +308,7 @@ async def verify(
         expect(found.audio is None, f"{name} has sound")
         checks.colors(name, found.video, hdr)
         if name not in decoded:
-            await checks.decode(work, path, on.seconds(count))
+            await checks.decode(work, path, on.seconds(count), picture=True)
         size = found.video.width, found.video.height
         return Output(f"{folder}/{path.name}", path, "video/mp4", *size, on.seconds(count))
 

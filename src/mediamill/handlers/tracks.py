@@ -303,38 +303,55 @@ async def decode_seams(work: Work, path: Path, on: Grid, seams: Sequence[int]) -
 
 
 async def compare(
-    work: Work, info: MediaInfo, on: Grid, track: Track, frames: int, *, places: Sequence[float]
-) -> float:
-    """The lowest likeness (SSIM, 1 is equal) of a finished track and the source at some places,
-    given as shares of its length; both are made small, so that it tells wrong frames and colors
-    from coarse coding.
+    work: Work,
+    info: MediaInfo,
+    on: Grid,
+    tracks: Sequence[Track],
+    frames: int,
+    *,
+    places: Sequence[float],
+) -> dict[str, float]:
+    """By stem, the lowest likeness (SSIM, 1 is equal) of finished tracks and the source at some
+    places, given as shares of their length.
 
     Raises Failure(OUTPUT_INVALID) below the floor.
     """
     groups = max(0, (frames - 1) // on.group)
 
-    async def at(first: int) -> float:
-        found = await likeness(work, info, on, track, first=first, frames=_COMPARED_FRAMES)
-        checks.alike(track.name, found, at=on.seconds(first))
+    async def at(first: int) -> list[float]:
+        found = await likeness(work, info, on, tracks, first=first, frames=_COMPARED_FRAMES)
+        for track, score in zip(tracks, found, strict=True):
+            checks.alike(track.name, score, at=on.seconds(first))
         return found
 
     firsts = {int(groups * place) * on.group for place in places}
-    return min(await running.together(*(at(first) for first in sorted(firsts))))
+    scores = await running.together(*(at(first) for first in sorted(firsts)))
+    lowest = [min(of_track) for of_track in zip(*scores, strict=True)]
+    return {track.stem: score for track, score in zip(tracks, lowest, strict=True)}
 
 
 async def likeness(
-    work: Work, info: MediaInfo, on: Grid, track: Track, *, first: int, frames: int
-) -> float:
-    """The likeness from frame `first` on. Raises Failure."""
+    work: Work, info: MediaInfo, on: Grid, tracks: Sequence[Track], *, first: int, frames: int
+) -> list[float]:
+    """The likeness of each track from frame `first` on, from one decode of the source. Raises
+    Failure."""
     video = info.video
     assert video is not None
-    coding, after = track.coding, first + frames
+    after = first + frames
     before = max(0, first // on.group * on.group)
-    source = (
-        *_on_grid(info, on, first, after),
-        *picture.shrink(video, coding.width, coding.height, hdr=coding.hdr),
-        checks.SMALL,
-    )
+    kinds = list(dict.fromkeys(track.coding.hdr for track in tracks))
+    graph = [
+        ",".join((f"[0:{video.index}]null", *_on_grid(info, on, first, after)))
+        + f",split={len(kinds)}"
+        + "".join(f"[k{n}]" for n in range(len(kinds)))
+    ]
+    for number, hdr in enumerate(kinds):
+        mine = [n for n, track in enumerate(tracks) if track.coding.hdr == hdr]
+        small = picture.shrink(video, checks.SMALL_SIDE, checks.SMALL_SIDE, hdr=hdr)
+        graph.append(
+            ",".join((f"[k{number}]null", *small, checks.SMALL, f"split={len(mine)}"))
+            + "".join(f"[s{n}]" for n in mine)
+        )
     ours = (
         f"trim=start_pts={first * on.tick}:end_pts={after * on.tick}",
         "setpts=PTS-STARTPTS",
@@ -342,12 +359,16 @@ async def likeness(
         checks.SMALL,
     )
     seek = ("-ss", f"{on.seconds(before):.6f}", "-noaccurate_seek") if before else ()
+    inputs: list[str] = []
+    outputs: list[str] = []
+    for number, track in enumerate(tracks):
+        inputs += [*seek, *running.OWN_INPUT, "-i", track.file]
+        graph.append(f"[{number + 1}:v]{','.join(ours)}[o{number}]")
+        graph.append(f"[s{number}][o{number}]ssim@{number}[d{number}]")
+        outputs += ["-map", f"[d{number}]", "-f", "null", "-"]
     args = (
         *("-hide_banner", "-nostdin", "-loglevel", "info", "-nostats", "-copyts"),
         *(*picture.decoder(video), *_seek(on, first), *probe.INPUT_GUARD, "-i", "fd:"),
-        *(*seek, *running.OWN_INPUT, "-i", track.file),
-        "-filter_complex",
-        f"[0:{video.index}]{','.join(source)}[s];[1:v]{','.join(ours)}[o];[s][o]ssim[d]",
-        *("-map", "[d]", "-f", "null", "-"),
+        *(*inputs, "-filter_complex", ";".join(graph), *outputs),
     )
-    return await checks.likeness(work, args, f"compare {track.name} at {first}")
+    return await checks.likeness(work, args, len(tracks), f"compare at {first}")
