@@ -44,9 +44,7 @@ class Originals:
         self._numbers = itertools.count()
         self._clearing: set[asyncio.Future[None]] = set()
 
-    async def take(
-        self, key: str, version: str, *, sha256: str | None = None
-    ) -> tuple[Path, str]:
+    async def take(self, key: str, version: str, *, sha256: str | None = None) -> tuple[Path, str]:
         """The file and its SHA-256, which is held against the one that is known, fetched unless it
         is there; `leave` must follow, unless this raises. Raises Failure."""
         name = key, version

@@ -15,8 +15,8 @@ from tests.storage.fault_proxy import FaultProxy, fault_proxy
 from tests.storage.seaweed import Seaweed
 from tests.storage.test_s3 import INSTALLATION, new_bucket
 
-from mediamill.originals import fetch_original
 from mediamill.failures import Code, Failure, Verdict
+from mediamill.originals import fetch_original
 from mediamill.storage import Storage, bucket
 from mediamill.storage.s3 import S3Storage, open_s3
 
