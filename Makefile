@@ -44,7 +44,7 @@ test-ui: $(DEV)  ## tests in a real browser
 	$(BIN)/python -m pytest -m browser || [ $$? -eq 5 ]
 
 test-extra: $(DEV)  ## tests that need npm clients, system tools or privileges
-	$(BIN)/python -m pytest -m extra || [ $$? -eq 5 ]
+	$(BIN)/python -m pytest -n 2 -m extra || [ $$? -eq 5 ]
 
 check: $(DEV)  ## format, lint, types, import order, spelling
 	$(BIN)/ruff format --check .

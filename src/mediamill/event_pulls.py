@@ -24,7 +24,7 @@ import structlog
 
 from mediamill import db, failpoints, storage_events, tallies
 from mediamill.config import ConfigError, Settings
-from mediamill.failures import Code, Failure, Verdict
+from mediamill.failures import Code, Failure
 from mediamill.storage import Storage
 from mediamill.storage_events import Hint, Unreadable
 
@@ -158,7 +158,7 @@ class Puller:
             log.warning("storage_event_unreadable", source=self._queue.name, why=str(error))
             count("unreadable")
         except (Failure, db.Unavailable, asyncpg.PostgresError) as error:
-            if isinstance(error, Failure) and error.code.verdict is not Verdict.TRANSIENT:
+            if isinstance(error, Failure) and not error.code.retryable:
                 count("refused")
             elif self._is_old(message):
                 log.warning("storage_event_given_up", source=self._queue.name)

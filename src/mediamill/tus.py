@@ -304,7 +304,12 @@ class Transfers:
                 transfer.key, transfer.parts, parts, size=transfer.size
             )
         except AlreadyStored:
-            raise Failure(Code.SOURCE_CHANGED) from None
+            # Only we write to this key: another writer of this upload was first, and may have died
+            # before it could say so.
+            there = await self._store.stat(transfer.key)
+            if there is None or there.size != transfer.size:
+                raise Failure(Code.SOURCE_CHANGED) from None
+            stored = there
         failpoints.hit("tus.stored")
         async with db.transaction(self._pool) as connection:
             await connection.fetchval(_SQL.complete, tenant_id, transfer_id, stored.version)
@@ -384,9 +389,10 @@ class Transfers:
         """Give a file up that cannot be fetched: its media expires, and says why."""
         tenant_id, transfer_id = transfer.tenant_id, transfer.id
         async with db.transaction(self._pool) as connection:
-            await connection.execute(_SQL.blame, tenant_id, transfer_id, problem.as_dict())
-            await media.expire(connection, tenant_id, transfer_id)
-            await connection.fetchval(_SQL.end, tenant_id, transfer_id)
+            # The upload before its media, as everywhere. Another may have completed it by now.
+            if await connection.fetchval(_SQL.end, tenant_id, transfer_id):
+                await connection.execute(_SQL.blame, tenant_id, transfer_id, problem.as_dict())
+                await media.expire(connection, tenant_id, transfer_id)
 
     async def _bytes_of(
         self, transfers: Sequence[Transfer], skipped: int

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.api.conftest import serving
 from tests.sink import LOCAL
 
 from mediamill import db, ids, webhooks
+from mediamill.api import streams
 from mediamill.sealing import Vault
 
 pytestmark = [pytest.mark.anyio, pytest.mark.extra, pytest.mark.timeout(600)]
@@ -25,6 +27,14 @@ async def test_generated_requests_find_nothing(
     shared_database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mediamill.api.services._WAIT_MOST", 0.1)
+    begin = streams._begin
+
+    async def at_once(*args: Any, **options: Any) -> tuple[list[bytes], bool]:
+        """A stream that ends after what there is at once: the others would be read for ever."""
+        first, _ = await begin(*args, **options)
+        return first, True
+
+    monkeypatch.setattr(streams, "_begin", at_once)
     async with serving(
         shared_database, tmp_path, egress_allow_networks=LOCAL, inbox=True
     ) as served:
@@ -56,7 +66,6 @@ async def test_generated_requests_find_nothing(
             *("--max-examples", "20"),
             *("--phases", "examples,coverage,fuzzing"),
             *("--checks", CHECKS),
-            *("--exclude-path-regex", "/events$"),  # they do not end
             *("--request-timeout", "30"),
             "--no-color",
             cwd=tmp_path,

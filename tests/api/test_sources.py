@@ -15,6 +15,7 @@ from tests.api.conftest import Api, Body, check_problem, make_api, media_uuid
 
 from mediamill import db, tus
 from mediamill.egress import Egress, Policy
+from mediamill.failures import Code, Problem
 from mediamill.maintenance import Maintenance
 from mediamill.sources import Fetcher
 
@@ -222,6 +223,30 @@ async def test_a_deleted_media_is_not_fetched(open_api: Api) -> None:
         await fetch(open_api)
     statement = "SELECT count(*) FROM jobs WHERE media_id = $1"
     assert await open_api.pool.fetchval(statement, media_uuid(body)) == 0
+
+
+async def test_an_object_of_a_fetcher_that_died_before_it_could_say_so_is_accepted(
+    open_api: Api, tmp_path: Path
+) -> None:
+    """Its heir stored the file in parts of its own, and finds the key taken."""
+    (file := tmp_path / "theirs").write_bytes(FILE)
+    async with serving() as server:
+        body = await wanted(open_api, server.url)
+        found = await open_api.services.transfers.get(open_api.tenant, media_uuid(body))
+        await open_api.services.storage.put(found.key, file)
+        await fetch(open_api)
+    assert (await open_api.read(body["id"]))["state"] == "queued"
+    assert await stored(open_api, body) == FILE
+
+
+async def test_who_gives_up_on_what_another_has_completed_changes_nothing(open_api: Api) -> None:
+    async with serving() as server:
+        body = await wanted(open_api, server.url)
+        found = await open_api.services.transfers.get(open_api.tenant, media_uuid(body))
+        await fetch(open_api)
+    await open_api.services.transfers.blame(found, Problem(Code.SOURCE_CHANGED))
+    after = await open_api.read(body["id"])
+    assert (after["state"], after["error"]) == ("queued", None)
 
 
 async def test_two_fetchers_of_one_file_make_one_original(open_api: Api) -> None:

@@ -218,10 +218,10 @@ async def test_a_tenant_hears_of_its_own_and_by_type(served: Served) -> None:
     ):
         body = await api.queued()
         await publish(api, body)
-        await all_.until(4)
-        await some.until(2)
         await foreign.until(1)
-        assert "media.ready" in all_.types()
+        for heard in (all_, some):
+            while "media.ready" not in heard.types():
+                await heard.until(len(heard.events) + 1)
         assert {t.partition(".")[0] for t in some.types()} == {"snapshot", "job", "media"}
         assert "media.queued" not in some.types()
         assert foreign.types() == ["snapshot"]

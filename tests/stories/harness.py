@@ -384,7 +384,9 @@ class Platform:
         """The objects in an area (uploads, media, stage, .incoming), of one media if named."""
         root = self.objects / area
         wanted = str(media_uuid(media_id)) if media_id else ""
-        return sorted(p for p in root.rglob("*") if p.is_file() and wanted in str(p))
+        # By os.walk: folders may go while we look.
+        found = (Path(at) / name for at, _, names in os.walk(root) for name in names)
+        return sorted(p for p in found if wanted in str(p))
 
     def scratch(self) -> list[Path]:
         """The folders of attempts in every worker's scratch."""
