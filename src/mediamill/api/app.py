@@ -171,7 +171,7 @@ def _stream(*names: str) -> dict[str, Any]:
         "responses": {
             "200": {
                 "description": "Events as they happen; each `data` is the body of a webhook.",
-                "content": {"text/event-stream": {"schema": {"type": "string"}}},
+                "content": {"text/event-stream": {}},
             },
             "204": {"description": "It has ended, and the client has heard so."},
         },
