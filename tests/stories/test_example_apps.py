@@ -67,7 +67,11 @@ def running(
             yield page
     finally:
         process.send_signal(signal.SIGINT)
-        process.wait(20)
+        try:
+            process.wait(5)
+        except subprocess.TimeoutExpired:  # Django's server for development can miss it
+            process.kill()
+            process.wait(5)
         print((folder / "gallery.log").read_text()[-4000:])
 
 
