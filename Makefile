@@ -35,10 +35,10 @@ run: $(RUN)  ## start the platform for development
 	@$(BIN)/mediamill up
 
 test: $(DEV)  ## the test suite (needs nothing but this)
-	$(BIN)/python -m pytest -n 2 -m "not browser and not extra and not long"
+	$(BIN)/python -m pytest -n 3 -m "not browser and not extra and not long"
 
 test-long: $(DEV)  ## the fault campaign (kills, freezes, cuts, restarts at every step) and long stories
-	$(BIN)/python -m pytest -n 3 -m long
+	$(BIN)/python -m pytest -n 4 -m long
 
 test-ui: $(DEV)  ## tests in a real browser
 	$(BIN)/python -m pytest -m browser || [ $$? -eq 5 ]
