@@ -137,12 +137,12 @@ function QueueTable() {
       <Fault error={fault ?? error} />
       <div class="wide" tabIndex={0} role="region" aria-label="Queues">
         <table>
-          <thead><tr><th>Queue</th><th>Queued</th><th>Running</th><th>Slots</th><th>Oldest</th><th>At most</th><th>State</th><th>Change</th></tr></thead>
+          <thead><tr><th>Queue</th><th>Queued</th><th>Running</th><th>Slots</th><th>Oldest</th><th>A minute</th><th>At most</th><th>State</th><th>Change</th></tr></thead>
           <tbody>
             {value?.data.map((q) => (
               <tr key={q.queue}>
                 <td><Link to={`/ui/jobs?queue=${q.queue}`}>{q.queue}</Link></td>
-                <td>{q.queued}</td><td>{q.processing}</td><td>{q.slots}</td><td>{time(q.oldest_seconds)}</td>
+                <td>{q.queued}</td><td>{q.processing}</td><td>{q.slots}</td><td>{time(q.oldest_seconds)}</td><td>{q.rate_per_minute}</td>
                 <td><input type="number" min={1} aria-label={`At most so many of ${q.queue} at once`} placeholder="–" value={q.concurrency ?? ""} onChange={(e) => cap(q, e.currentTarget.value)} /></td>
                 <td>{q.draining ? "draining" : q.paused ? "paused" : "open"}</td>
                 <td><Act scope="operate" on={() => turn(q)}>{q.paused ? "Resume" : "Pause"} {q.queue}</Act></td>

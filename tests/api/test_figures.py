@@ -91,3 +91,15 @@ async def test_dead_letters_are_grouped_by_code_with_one_to_look_at(api: Api) ->
     assert newest["finished_at"] == groups[0]["last_at"]
     assert groups[0]["detail"]
     assert groups[0]["advice"]
+
+
+async def test_queues_tell_how_many_they_complete_a_minute(api: Api) -> None:
+    """Of every tenant, as they are of every tenant; the webhook queue is of this test alone."""
+    await ended(api, "completed", [5, 60, 200, 290, 400], queue="webhook")
+    await ended(api, "failed", [7], queue="webhook")
+    token = await api.new_key(api.tenant, "operate")
+    async with api.stranger(token) as client:
+        answer = await client.get("/v1/queues")
+    rates = {row["queue"]: row["rate_per_minute"] for row in answer.json()["data"]}
+    assert rates["webhook"] == pytest.approx(4 / 5)
+    assert rates["maintenance"] == 0.0

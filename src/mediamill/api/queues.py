@@ -43,6 +43,7 @@ class QueueBody(BaseModel):
     queued: int
     processing: int
     oldest_seconds: float
+    rate_per_minute: float = Field(description="Completed in the last five minutes, on average.")
     slots: int
     paused: bool
     draining: bool
@@ -167,6 +168,10 @@ async def _one(connection: db.Connection, name: str) -> dict[str, Any]:
 
 async def _shown(connection: db.Connection) -> list[dict[str, Any]]:
     figures = {row["queue"]: row for row in await connection.fetch(_FIGURES.queue_figures)}
+    rates = {
+        row["queue"]: row["rate"]
+        for row in await connection.fetch(_FIGURES.queue_rates, list(QUEUES))
+    }
     slots = await installation.slots(connection)
     settings = await controls.read(connection)
     shown = []
@@ -179,6 +184,7 @@ async def _shown(connection: db.Connection) -> list[dict[str, Any]]:
                 "queued": row["queued"] if row else 0,
                 "processing": processing,
                 "oldest_seconds": round(row["oldest_seconds"], 1) if row else 0.0,
+                "rate_per_minute": round(rates[name], 2),
                 "slots": slots.get(name, 0),
                 "paused": control.paused,
                 "draining": control.paused and processing > 0,

@@ -20,6 +20,7 @@ _QUEUE_COLUMNS: Final[dict[str, Any]] = {
     "queued": lambda q: q.queued,
     "processing": lambda q: q.processing,
     "oldest s": lambda q: q.oldest_seconds,
+    "per min": lambda q: q.rate_per_minute,
     "slots": lambda q: q.slots,
     "cap": lambda q: q.concurrency,
     "state": lambda q: "draining" if q.draining else "paused" if q.paused else "open",

@@ -224,6 +224,7 @@ class Queue(Model):
     queued: int
     processing: int
     oldest_seconds: float
+    rate_per_minute: float = 0.0
     slots: int
     paused: bool
     draining: bool

@@ -158,6 +158,22 @@ SELECT queue,
            AS oldest_seconds
 FROM jobs WHERE state IN ('queued', 'processing') GROUP BY queue
 
+-- name: queue_rates
+-- Jobs a minute that each queue completed in the last five, from its last 10,000 at most.
+SELECT q.queue, (60 * count(lately.finished_at)
+                 / extract(epoch FROM now() - CASE WHEN count(lately.finished_at) < 10000
+                                                   THEN now() - interval '5 min'
+                                                   ELSE min(lately.finished_at) END))::float8 AS rate
+FROM unnest($1::text[]) AS q (queue)
+LEFT JOIN LATERAL (
+    SELECT finished_at FROM jobs
+    WHERE queue = q.queue AND state = 'completed' AND finished_at > now() - interval '5 min'
+      AND finished_at < now()
+    ORDER BY finished_at DESC
+    LIMIT 10000
+) AS lately ON true
+GROUP BY q.queue
+
 -- name: dead_letters
 SELECT count(*) AS jobs,
        coalesce(extract(epoch FROM now() - min(finished_at)), 0)::float8 AS oldest_seconds
