@@ -277,6 +277,29 @@ async def test_only_what_crashed_writers_and_deletions_left_long_ago_is_swept(
 
 
 @pytest.mark.anyio
+async def test_a_file_that_a_writer_still_lays_into_a_removed_folder_goes_with_it(
+    store: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had found the folder just before that was moved out of the way."""
+    await store.put("media/t/m/1/a", write(tmp_path, b"a"))
+    rmdir, late = os.rmdir, [b"one", b"two"]
+
+    def meets(path: Any, **options: Any) -> None:
+        at = options.get("dir_fd")
+        if late and str(path) == "1":
+            fd = os.open("1", os.O_RDONLY, dir_fd=at)
+            os.close(os.open("late", os.O_CREAT | os.O_WRONLY, dir_fd=fd))
+            os.close(fd)
+            late.pop()
+        rmdir(path, **options)
+
+    monkeypatch.setattr(os, "rmdir", meets)
+    assert await store.delete("media/t/m") == 1
+    assert late == []
+    assert files(store) == [".incoming", "media"]
+
+
+@pytest.mark.anyio
 async def test_empty_folders_are_pruned_but_the_areas_stay(
     store: LocalStorage, tmp_path: Path
 ) -> None:

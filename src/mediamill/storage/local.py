@@ -43,6 +43,7 @@ T = TypeVar("T")
 _INCOMING: Final = ".incoming"
 _CHUNK: Final = 1 << 20
 _DATA: Final = "data"
+_REMOVALS: Final = 10
 _FENCE: Final = "fence"
 _UPLOAD: Final = re.compile(r"parts-[0-9a-f]{32}")
 
@@ -117,7 +118,7 @@ class LocalStorage:
             return 0
         if removed.is_dir():
             count = sum(len(files) for _, _, files in os.walk(removed))
-            shutil.rmtree(removed)
+            _remove_tree(removed)
         else:
             count = 1
             removed.unlink()
@@ -244,7 +245,7 @@ class LocalStorage:
         away = self._incoming()
         with suppress(FileNotFoundError):  # another was first
             os.rename(folder, away)
-            shutil.rmtree(away)
+            _remove_tree(away)
 
     def _parts(self, upload: str) -> Path:
         if not _UPLOAD.fullmatch(upload):
@@ -358,7 +359,7 @@ class LocalStorage:
                     old = now - _last_change(entry) > older_than_seconds
                     if old and entry.name not in keep:
                         if entry.is_dir(follow_symlinks=False):
-                            shutil.rmtree(entry.path)
+                            _remove_tree(Path(entry.path))
                         else:
                             os.unlink(entry.path)
                         count += 1
@@ -536,6 +537,23 @@ def open_local(
             "Point MEDIAMILL_DATA_DIR and MEDIAMILL_DATABASE_URL to things that belong together."
         )
     return LocalStorage(root, keyring, base_url)
+
+
+def _remove_tree(folder: Path) -> None:
+    """Remove a folder that is out of the way. A writer that had found its old place just before may
+    still lay a file into it: then once more."""
+    for _ in range(_REMOVALS):
+        try:
+            shutil.rmtree(folder)
+        except FileNotFoundError:
+            if not folder.exists():
+                return
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY:
+                raise
+        else:
+            return
+    shutil.rmtree(folder)
 
 
 async def _in_thread(work: Callable[[], T]) -> T:
