@@ -90,7 +90,11 @@ def test_a_deleted_media_is_gone_while_it_is_processed_and_after(
         row = platform.media_row(media_id)
         assert (row["filename"], row["preview"], row["info"], row["sha256"]) == (None,) * 4
         platform.assert_path_is_legal(media_id)
-    assert platform.rows("SELECT 1 FROM erasures") == []
+    until(
+        lambda: not platform.rows("SELECT 1 FROM erasures"),
+        seconds=10,
+        why="the erasures are not settled",
+    )
     assert platform.main_job(busy)["state"] == "canceled"
     listed = platform.http.get("/v1/media").json()["data"]
     assert listed == []
